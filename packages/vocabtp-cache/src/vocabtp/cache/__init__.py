@@ -1,0 +1,5 @@
+"""A teacher's distribution kept in host memory between its forward pass and the student's loss."""
+
+from vocabtp.cache._version import __version__
+
+__all__ = ["__version__"]
