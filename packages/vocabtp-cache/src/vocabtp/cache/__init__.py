@@ -1,5 +1,6 @@
 """A teacher's distribution kept in host memory between its forward pass and the student's loss."""
 
 from vocabtp.cache._version import __version__
+from vocabtp.cache.teacher import TeacherLogitCache
 
-__all__ = ["__version__"]
+__all__ = ["TeacherLogitCache", "__version__"]

@@ -1,0 +1,157 @@
+"""The cache between an accelerator and pinned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vocabtp.cache import TeacherLogitCache
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 6016
+
+
+def device() -> torch.device:
+    """The accelerator; without one these tests fail, and they only run when asked for."""
+    found = torch.accelerator.current_accelerator()
+    assert found is not None, "the gpu tests need an accelerator"
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, device=device(), dtype=torch.float32)
+
+
+def busy() -> None:
+    """Queue some tens of milliseconds of work, so that a missing wait shows."""
+    a = torch.ones(8192, 8192, device=device(), dtype=torch.bfloat16)
+    for _ in range(20):
+        a = a @ a
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "shifted": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 1))[..., :-1, :],
+    "transposed": lambda x: x.transpose(0, -2).contiguous().transpose(0, -2),
+    "every other column": lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2000, WIDTH), (3, 700, WIDTH), (0, WIDTH), (5, 0), (0, 3, 8)])
+def test_round_trip_is_exact(shape, stored, layout):
+    source = LAYOUTS[layout](noise(*shape))
+    kept = source.to(stored)
+    cache = TeacherLogitCache.store(source, dtype=stored)
+    length = len(cache)
+    for start, end in ((0, length), (length // 3, length // 2), (length, length)):
+        chunk = cache.fetch(start, end)
+        assert chunk.device == device()
+        assert torch.equal(chunk, kept[..., start:end, :])
+        assert torch.equal(cache.fetch(start, end, "cpu"), kept[..., start:end, :].cpu())
+
+
+def test_source_may_be_overwritten_at_once():
+    source = noise(2000, WIDTH).bfloat16()
+    kept = source.clone()
+    busy()
+    cache = TeacherLogitCache.store(source)
+    source.zero_()
+    assert torch.equal(cache.fetch(0, 2000), kept)
+
+
+def test_the_host_does_not_read_before_the_copy_ended():
+    source = noise(2000, WIDTH).bfloat16()
+    kept = source.cpu()
+    busy()
+    assert torch.equal(TeacherLogitCache.store(source).fetch(0, 2000, "cpu"), kept)
+
+
+def test_rows_are_pinned():
+    cache = TeacherLogitCache.store(noise(300, WIDTH))
+    assert all(part.is_pinned() for part in cache._host._parts)
+
+
+@pytest.mark.parametrize("shape", [(4096, WIDTH), (2, 2048, WIDTH)])
+def test_prefetch_beside_work_gives_the_same(shape):
+    source = noise(*shape)
+    kept = source.bfloat16()
+    cache = TeacherLogitCache.store(source)
+    length, size = len(cache), 256
+    cache.prefetch(0, size)
+    got = []
+    for start in range(0, length, size):
+        busy_part = torch.ones(2048, 2048, device=device()) @ torch.ones(
+            2048, 2048, device=device()
+        )
+        if start + size < length:
+            cache.prefetch(start + size, start + 2 * size, device().type)
+        got.append(cache.fetch(start, start + size).clone())
+        del busy_part
+    assert torch.equal(torch.cat(got, dim=-2), kept)
+
+
+def test_a_chunk_is_not_reused_while_it_is_read():
+    """Chunks are dropped as soon as their reader is queued, not when it ran."""
+    source = noise(4096, WIDTH)
+    truth = source.bfloat16().double().sum(-1)
+    cache = TeacherLogitCache.store(source)
+    sums = []
+    for start in range(0, 4096, 128):
+        cache.prefetch(start, start + 128)
+        chunk = cache.fetch(start, start + 128)
+        busy_part = torch.ones(4096, 4096, device=device()) @ torch.ones(
+            4096, 4096, device=device()
+        )
+        sums.append(chunk.double().sum(-1))
+        del chunk, busy_part
+    torch.testing.assert_close(torch.cat(sums), truth)
+
+
+def test_free_with_copies_under_way():
+    """Freed blocks are handed to the next cache: the pending copies must not mix with it."""
+    for _ in range(5):
+        first, second = noise(2000, WIDTH), noise(2000, WIDTH)
+        busy()
+        cache = TeacherLogitCache.store(first)
+        cache.prefetch(0, 1000)
+        chunk = cache.fetch(0, 1000)
+        cache.prefetch(1000, 2000)
+        cache.free()
+        assert cache.closed
+        following = TeacherLogitCache.store(second)
+        assert torch.equal(chunk, first[:1000].bfloat16())
+        assert torch.equal(following.fetch(0, 2000), second.bfloat16())
+
+
+def test_a_cpu_cache_can_be_fetched_to_the_device():
+    source = torch.randn(40, 30)
+    cache = TeacherLogitCache.store(source)
+    cache.prefetch(0, 20, device())
+    assert torch.equal(cache.fetch(0, 20, device()).cpu(), source[:20].bfloat16())
+    assert torch.equal(cache.fetch(20, 40, device()).cpu(), source[20:].bfloat16())
+
+
+def test_locked_memory_stays_near_the_payload():
+    """Case B42: [4, 2112, 75968] in bf16, then 20 steps of other lengths."""
+    source = torch.zeros(4, 2112, 75968, device=device(), dtype=torch.bfloat16)
+    before = _host_bytes()
+    with TeacherLogitCache.store(source) as cache:
+        assert cache.nbytes == 1_283_555_328
+        assert cache.allocated_nbytes <= 1.05 * cache.nbytes
+        torch.accelerator.synchronize()
+        assert _host_bytes() - before <= 1.1 * 1_283_555_328
+    for step in range(20):
+        with TeacherLogitCache.store(source[:, : 2112 - 97 * (step * 7 % 20)]) as cache:
+            cache.fetch(0, 1)
+        torch.accelerator.synchronize()
+    assert _host_bytes() - before <= 1.1 * 1_283_555_328 + (128 << 20)
+
+
+def _host_bytes() -> int:
+    """Pinned bytes that torch holds, in use or kept for later; 0 where a backend has no count."""
+    stats = getattr(torch.get_device_module(), "host_memory_stats", dict)()
+    return stats.get("allocated_bytes.current", 0)
