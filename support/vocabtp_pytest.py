@@ -36,7 +36,7 @@ def _entry(path, qualname, rank, world, root, limit, args):
     import torch
     import torch.distributed as dist
 
-    stack = open(f"{root}/stack{rank}", "w")
+    stack = open(f"{root}/stack{rank}", "w")  # noqa: SIM115 (lives as long as the process)
     faulthandler.dump_traceback_later(limit * 0.8, file=stack)
     try:
         torch.set_num_threads(1)
@@ -109,8 +109,29 @@ def ranks(tmp_path):
     return call
 
 
+LAYERS = ["kernels", "dist", "cache", "opsd"]  # lowest first
+
+
 def pytest_addoption(parser):
+    parser.addoption("--layer", choices=LAYERS, help="refuse to run if a higher layer is there")
     parser.addoption("--full", action="store_true", help="also run the tests marked 'full'")
+
+
+def wrong_layers(layer, find_spec=importlib.util.find_spec):
+    """Why these are not `layer` and the ones below it alone, or None."""
+    for i, name in enumerate(LAYERS):
+        # asking for a.b imports a
+        there = find_spec("vocabtp") is not None and find_spec(f"vocabtp.{name}") is not None
+        if there != (i <= LAYERS.index(layer)):
+            return f"vocabtp.{name} {'is importable' if there else 'cannot be imported'}"
+    return None
+
+
+def pytest_configure(config):
+    """With --layer, prove that this layer and the ones below are importable and no other is."""
+    layer = config.getoption("layer")
+    if layer is not None and (wrong := wrong_layers(layer)):
+        raise pytest.UsageError(f"--layer={layer}: {wrong}")
 
 
 def pytest_collection_modifyitems(config, items):
