@@ -1,0 +1,421 @@
+"""The configuration's sections, keys, types, ranges and the rules between keys.
+
+Values are taken as they are: no string becomes a number, no number becomes a boolean. The one
+exception is a float key, which also takes a numeric string, because YAML 1.1 reads `1e-5` (no
+dot) as a string. NaN and infinities are refused everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+TOKENIZER_TEMPLATE = "tokenizer"
+
+
+class RuleError(ValueError):
+    """Two keys contradict each other; `key` is the one to look at first."""
+
+    def __init__(self, key: str, text: str) -> None:
+        super().__init__(f"{key} {text}")
+        self.key = key
+        self.text = text
+
+
+def _numeric_string(value: Any) -> Any:
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return float(value)
+    return value
+
+
+def _local_engine(value: Any) -> Any:
+    return "local" if value == "hybrid_engine" else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Float = Annotated[float, BeforeValidator(_numeric_string)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A group of keys; frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class StudentConfig(Section):
+    """The model that learns."""
+
+    model_name_or_path: Name = Field(
+        description="Directory of a Hugging Face causal LM, or its name on the hub. A directory "
+        "is looked for beside the configuration file first, then in the working directory."
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="Data type of the weights and of the forward pass."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that comes with the model's files."
+    )
+
+
+class TeacherConfig(StudentConfig):
+    """The frozen model whose distribution is learnt."""
+
+    offload_to_cpu: bool = Field(
+        default=False,
+        description="Keep the teacher's weights in host memory between its forward passes.",
+    )
+    payload: Literal["logits"] = Field(
+        default="logits",
+        description="What of the teacher waits on the host until the loss reads it.",
+    )
+    kind: Literal["model"] = Field(
+        default="model", description="Where the teacher comes from: a model of its own."
+    )
+    prompt_template: str | None = Field(
+        default=None,
+        description="Text of the teacher's prompt, with {prompt} and any field of the data row as "
+        "{field}; {{ and }} are braces. With chat messages it replaces the last user message. "
+        "Null gives the teacher the student's prompt.",
+    )
+
+    @model_validator(mode="after")
+    def _template_parses(self) -> Self:
+        if self.prompt_template is not None:
+            template_fields(self.prompt_template)
+        return self
+
+
+class RolloutConfig(Section):
+    """How the student answers."""
+
+    max_prompt_length: Positive = Field(
+        default=1024,
+        description="Longest prompt in tokens; a longer one is an error of its data line.",
+    )
+    max_response_length: Positive = Field(
+        default=1024, description="Tokens after which an answer without an end token is cut."
+    )
+    temperature: Annotated[Float, Field(ge=0)] = Field(
+        default=0.0, description="Sampling temperature; 0 takes the likeliest token (greedy)."
+    )
+    top_p: Annotated[Float, Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="Sample from the likeliest tokens that together hold this probability.",
+    )
+    top_k: int = Field(
+        default=-1, ge=-1, description="Sample from this many likeliest tokens; -1 for all of them."
+    )
+    n_samples_per_prompt: Positive = Field(
+        default=1,
+        description="Answers to each prompt in one optimizer step; more than 1 needs sampling.",
+    )
+    engine: Annotated[Literal["local"], BeforeValidator(_local_engine)] = Field(
+        default="local",
+        description="What generates the answers. `hybrid_engine` is read as local, with a notice.",
+    )
+
+    @model_validator(mode="after")
+    def _sampling(self) -> Self:
+        if self.top_k == 0:
+            raise RuleError("rollout.top_k", "must be -1 (all tokens) or at least 1, got 0")
+        if self.n_samples_per_prompt > 1 and self.temperature == 0:
+            raise RuleError(
+                "rollout.n_samples_per_prompt",
+                f"is {self.n_samples_per_prompt}, but rollout.temperature 0 gives equal answers: "
+                "set a temperature above 0",
+            )
+        return self
+
+
+class DistillationConfig(Section):
+    """The loss between student and teacher."""
+
+    loss_type: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
+        default="reverse_kl",
+        description="reverse_kl is KL(student || teacher), forward_kl is KL(teacher || student), "
+        "jsd the generalized Jensen-Shannon divergence.",
+    )
+    beta: Annotated[Float, Field(ge=0, le=1)] = Field(
+        default=0.5,
+        description="Weight of the teacher in jsd's mixture: 0 is forward KL, 1 is reverse KL. "
+        "Only for loss_type jsd.",
+    )
+    rescale: bool = Field(
+        default=False,
+        description="Divide jsd by beta (1 - beta), so that it does not vanish near the ends. "
+        "Only for loss_type jsd.",
+    )
+    pointwise_clip: Annotated[Float, Field(gt=0)] | None = Field(
+        default=None, description="Cap of each vocabulary entry's term of the loss; null for none."
+    )
+    temperature: Annotated[Float, Field(gt=0)] = Field(
+        default=1.0, description="Divides the logits of both sides before the softmax."
+    )
+    temperature_squared: bool = Field(
+        default=True,
+        description="Multiply the loss by temperature squared, so that its gradient keeps its "
+        "size at other temperatures.",
+    )
+    chunk_size: Positive = Field(
+        default=512,
+        description="Rows of the loss at a time; bounds memory, does not change the result.",
+    )
+    loss_backend: Literal["vocab_parallel", "gathered", "dense"] = Field(
+        default="vocab_parallel",
+        description="vocab_parallel computes on the heads' shards, gathered gathers their logits "
+        "first, dense keeps whole heads on every rank. The losses agree to rounding.",
+    )
+    loss_scale: Literal["global_tokens", "micro_batch_mean"] = Field(
+        default="global_tokens",
+        description="global_tokens is the mean over all response tokens of the optimizer step, "
+        "micro_batch_mean the mean of the micro-batches' means.",
+    )
+    vocab: Literal["own", "common"] = Field(
+        default="own",
+        description="own keeps the heads as they are and refuses different widths; common cuts "
+        "both to the tokenizer's ids when they are loaded.",
+    )
+
+    @model_validator(mode="after")
+    def _jsd_only(self) -> Self:
+        if self.loss_type == "jsd":
+            return self
+        for key, neutral in (("beta", 0.5), ("rescale", False)):
+            if getattr(self, key) != neutral:
+                raise RuleError(
+                    f"distillation.{key}",
+                    f"has no effect with distillation.loss_type {self.loss_type}: "
+                    "set loss_type jsd or leave it out",
+                )
+        return self
+
+
+class TrainingConfig(Section):
+    """Steps, optimizer, checkpoints."""
+
+    train_batch_size: Positive | None = Field(
+        default=None,
+        description="Prompts of one optimizer step, over all data-parallel ranks. Of this key, "
+        "micro_batch_size_per_gpu and gradient_accumulation_steps any may be left out: "
+        "train_batch_size x n_samples_per_prompt = micro_batch_size_per_gpu x "
+        "gradient_accumulation_steps x data-parallel ranks. With none of them given it is 8.",
+    )
+    micro_batch_size_per_gpu: Positive | None = Field(
+        default=None,
+        description="Sequences of one forward pass on one rank. 1 if it cannot be derived.",
+    )
+    gradient_accumulation_steps: Positive | None = Field(
+        default=None, description="Forward passes whose gradients add up to one optimizer step."
+    )
+    learning_rate: Annotated[Float, Field(gt=0)] = Field(
+        default=1e-6, description="Peak learning rate, reached after the warm-up."
+    )
+    lr_scheduler: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine",
+        description="How the learning rate falls from its peak to 0 after the warm-up.",
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps in which the learning rate rises from 0 to its peak.",
+    )
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="The update rule.")
+    weight_decay: Annotated[Float, Field(ge=0)] = Field(
+        default=0.0, description="Decoupled weight decay (adamw), or an L2 term (sgd)."
+    )
+    adam_betas: Annotated[
+        tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]],
+        BeforeValidator(_as_tuple),
+    ] = Field(default=(0.9, 0.999), description="AdamW's decay rates of the two moments.")
+    adam_eps: Annotated[Float, Field(gt=0)] = Field(
+        default=1e-8, description="AdamW's term that keeps the denominator from 0."
+    )
+    max_grad_norm: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Gradients are scaled down to this norm; 0 turns clipping off."
+    )
+    num_train_epochs: Positive = Field(
+        default=1,
+        description="Passes over the prompts. The last step of the last pass may be a short one.",
+    )
+    max_steps: int = Field(
+        default=-1,
+        ge=-1,
+        description="Optimizer steps in all, whatever num_train_epochs says; -1 for off.",
+    )
+    attention: Literal["sdpa", "eager"] = Field(
+        default="sdpa", description="The models' attention implementation."
+    )
+    seed: Seed = Field(
+        default=42, description="Order of the prompts, sampling and dropout all derive from it."
+    )
+    logging_steps: Positive = Field(
+        default=10, description="Steps between two lines of output; metrics.jsonl has every step."
+    )
+    eval_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between two evaluations; 0 for only before and after training.",
+    )
+    save_steps: int = Field(
+        default=500, ge=0, description="Steps between two checkpoints; 0 for only one at the end."
+    )
+    keep_checkpoints: Positive = Field(default=2, description="Newest checkpoints that are kept.")
+    resume: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto continues from the newest complete checkpoint in save_dir; never starts "
+        "from the beginning and refuses a save_dir that holds checkpoints.",
+    )
+    save_dir: Name = Field(
+        default="opsd_output",
+        description="Output directory: config.yaml, metrics.jsonl, TensorBoard events, "
+        "checkpoints, report.html. Relative to the working directory.",
+    )
+
+    @model_validator(mode="after")
+    def _steps(self) -> Self:
+        if self.max_steps == 0:
+            raise RuleError("training.max_steps", "must be -1 (off) or at least 1, got 0")
+        return self
+
+
+class DataConfig(Section):
+    """The prompts."""
+
+    path: Name = Field(
+        description="JSONL file of training prompts, one JSON object a line. Looked for beside the "
+        "configuration file first, then in the working directory."
+    )
+    prompt_field: Name = Field(
+        default="prompt", description="Field of the prompt: a string, or a list of chat messages."
+    )
+    answer_field: Name = Field(
+        default="answer", description="Field of the right answer, which evaluation compares with."
+    )
+    chat_template: Name | None = Field(
+        default=None,
+        description="Template for the prompts: null renders chat messages by the tokenizer's own "
+        "template and leaves strings as they are; `tokenizer` also makes each string a user "
+        "message; anything else is a Jinja template (or a file with one) for both.",
+    )
+    shuffle: bool = Field(default=True, description="A new order of the prompts in every epoch.")
+    on_error: Literal["refuse", "skip"] = Field(
+        default="refuse",
+        description="refuse stops at the start with the lines that cannot be used; skip leaves "
+        "them out and counts them.",
+    )
+    eval_path: Name | None = Field(
+        default=None,
+        description="JSONL file of held-out prompts with answers; null for no evaluation.",
+    )
+    eval_limit: Positive | None = Field(
+        default=None, description="Evaluate only the first so many held-out prompts; null for all."
+    )
+
+    @model_validator(mode="after")
+    def _two_fields(self) -> Self:
+        if self.answer_field == self.prompt_field:
+            raise RuleError(
+                "data.answer_field", f"and data.prompt_field are both {self.prompt_field!r}"
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """How the work is split over ranks."""
+
+    tp: Positive = Field(
+        default=1, description="Ranks that share one copy of the models (tensor parallelism)."
+    )
+    engine: Literal["torch"] = Field(
+        default="torch", description="What holds optimizer and gradients."
+    )
+    shard: Literal["none"] = Field(
+        default="none", description="What is sharded over the data-parallel ranks."
+    )
+    nproc: Positive | None = Field(
+        default=None,
+        description="Ranks that the command starts on this machine; null leaves that to torchrun.",
+    )
+    device: Literal["auto", "cpu", "cuda", "xpu"] = Field(
+        default="auto", description="auto takes an accelerator if there is one, else the CPU."
+    )
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.nproc is not None and self.nproc % self.tp:
+            raise RuleError(
+                "parallel.nproc", f"is {self.nproc}, which parallel.tp {self.tp} does not divide"
+            )
+        return self
+
+
+class Sections(Section):
+    """All keys of a configuration."""
+
+    student: StudentConfig
+    teacher: TeacherConfig
+    rollout: RolloutConfig = RolloutConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    training: TrainingConfig = TrainingConfig()
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    deepspeed_config: Name | None = Field(
+        default=None,
+        description="DeepSpeed's own configuration file; the torch engine does not read it.",
+    )
+
+    @model_validator(mode="after")
+    def _between_sections(self) -> Self:
+        t = self.training
+        if t.eval_steps and self.data.eval_path is None:
+            raise RuleError(
+                "training.eval_steps", f"is {t.eval_steps}, but data.eval_path is not set"
+            )
+        sizes = (t.train_batch_size, t.micro_batch_size_per_gpu, t.gradient_accumulation_steps)
+        if None not in sizes:
+            train, micro, steps = (int(n or 0) for n in sizes)
+            samples = self.rollout.n_samples_per_prompt
+            if (train * samples) % (micro * steps):
+                raise RuleError(
+                    "training.train_batch_size",
+                    f"{train} x rollout.n_samples_per_prompt {samples} is no multiple of "
+                    f"micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps}",
+                )
+        return self
+
+
+def template_fields(template: str) -> list[str]:
+    """The field names in a prompt template, in order and without repeats.
+
+    Raises:
+        RuleError: An unbalanced brace, an empty or numbered placeholder, an index, an attribute,
+            a conversion or a format.
+    """
+    key = "teacher.prompt_template"
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise RuleError(key, f"is no template ({error}); write {{{{ for a brace") from None
+    names: list[str] = []
+    for _, name, spec, conversion in parts:
+        if name is None:
+            continue
+        if not name or name.isdigit() or spec or conversion or re.search(r"[.\[\]]", name):
+            raise RuleError(
+                key, f"has the placeholder {{{name}}}: only plain field names such as {{prompt}}"
+            )
+        if name not in names:
+            names.append(name)
+    return names

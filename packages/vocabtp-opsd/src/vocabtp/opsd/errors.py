@@ -1,0 +1,27 @@
+"""Errors that tell a user what to change: one message each, exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something in the user's input has to change; the message says what, and where.
+
+    The command line prints the message without a traceback and ends with exit code 2. A message
+    is one line; only a list of broken data lines takes several.
+    """
+
+
+class ConfigError(UserError, ValueError):
+    """A key, a value or a combination of values in the configuration cannot be used."""
+
+
+class DataError(UserError, ValueError):
+    """A prompt file cannot be used; the message names the file and the physical lines."""
+
+
+class ModelError(UserError, ValueError):
+    """A model or tokenizer is missing, broken, or does not fit its partner or the layout."""
+
+
+class CheckpointError(UserError, ValueError):
+    """A checkpoint cannot be used for this run."""
