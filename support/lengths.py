@@ -1,6 +1,6 @@
 """Names every source file and every function that is longer than this house allows.
 
-Usage: lengths.py FOLDER...
+Usage: lengths.py [FOLDER...], the sources of the packages if none is named.
 
 A file has at most 300 lines, a function at most 60 and a Triton kernel at most 80, not counting
 docstrings.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+PACKAGES = Path(__file__).resolve().parents[1] / "packages"
 FILE, FUNCTION, KERNEL = 300, 60, 80
 Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -42,10 +43,11 @@ def too_long(path: Path) -> Iterator[str]:
 
 def main(folders: list[str]) -> int:
     """Print what is too long; 1 if anything is."""
-    files = sorted(f for folder in folders for f in Path(folder).rglob("*.py"))
+    roots = [Path(f) for f in folders] or sorted(PACKAGES.glob("*/src"))
+    files = sorted(f for root in roots for f in root.rglob("*.py"))
     found = [line for file in files for line in too_long(file)]
     if not files:
-        found = [f"no Python file under {' '.join(folders) or 'no folder'}"]
+        found = [f"no Python file under {' '.join(map(str, roots))}"]
     print(*found, sep="\n", end="\n" if found else "")
     return int(bool(found))
 
