@@ -109,9 +109,7 @@ def report_broken(
     total = len(broken) + usable
     if config.on_error == "refuse" or not usable:
         hint = " (data.on_error: skip leaves such lines out)" if usable else ""
-        raise DataError(
-            f"{path}: {len(broken)} of {total} rows cannot be used{hint}:{shown}{more}"
-        )
+        raise DataError(f"{path}: {len(broken)} of {total} rows cannot be used{hint}:{shown}{more}")
     _log.warning("%s: left out %d of %d rows:%s%s", path, len(broken), total, shown, more)
 
 

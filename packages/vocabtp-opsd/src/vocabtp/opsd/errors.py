@@ -25,3 +25,15 @@ class ModelError(UserError, ValueError):
 
 class CheckpointError(UserError, ValueError):
     """A checkpoint cannot be used for this run."""
+
+
+class Interrupted(Exception):
+    """A signal ended the run in good order; what was reached is saved.
+
+    Args:
+        signum: The signal; the command's exit code is 128 plus it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by signal {signum}")
+        self.signum = signum
