@@ -1,0 +1,300 @@
+"""One autograd.Function an op: statistics, one exchange, merge in rank order, finish.
+
+Every forward reads the shard (`stats`), lets all ranks see all statistics (`exchange.gather`) and
+finishes the value from the merged ones. The backward reads the shard once more, needs no exchange,
+and assumes that every rank back-propagates the same upstream gradient. `ctx` holds the inputs and
+`[*, N]` statistics, never an output (the caller may mask it in place) and nothing of `[N, L]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from vocabtp.kernels import _ids, _stats
+from vocabtp.kernels._backend import Implementation
+from vocabtp.kernels._exchange import Exchange
+from vocabtp.kernels._rows import as_rows
+from vocabtp.kernels._stats import NAN, ShardStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """Everything of a call that is no tensor."""
+
+    name: str  # the public function, for messages
+    implementation: Implementation
+    exchange: Exchange
+    temperature: float
+
+    @staticmethod
+    def dtype(*logits: Tensor) -> torch.dtype:
+        """What the call computes in."""
+        wide = any(x.dtype == torch.float64 for x in logits)
+        return torch.float64 if wide else torch.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSpec(Spec):
+    """And of a call about tokens of one distribution."""
+
+    ignore_index: int = -100
+    vocab_start: int = 0
+    vocab_size: int = 0
+    at_once: bool = True  # report bad ids before returning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSpec(Spec):
+    """And of a call about two distributions."""
+
+    clip: float | None
+    beta: float = 0.5
+    scale: float = 1.0
+
+
+class _Ctx(FunctionCtx):
+    spec: Any
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+
+def call(function: type[torch.autograd.Function], *args: object) -> Any:
+    """`function.apply`, which torch leaves untyped."""
+    return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
+def _plain(device: torch.device) -> torch.autocast:
+    """No autocast: the dtypes here are chosen."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def _token_forward(
+    ctx: _Ctx, logits: Tensor, ids: Tensor, spec: TokenSpec, *, entropy: bool
+) -> tuple[ShardStats, Tensor, Tensor]:
+    """Merged statistics, the chosen logits of all ranks and the columns, both `[N, K]`."""
+    dtype, rows = spec.dtype(logits), as_rows(logits)
+    columns, bad = _ids.resolve(
+        ids, spec.ignore_index, spec.vocab_start, rows.num_cols, spec.vocab_size, dtype
+    )
+    impl = spec.implementation
+    local, chosen = impl.token_stats(rows, columns, dtype, spec.temperature, entropy=entropy)
+    gathered = _stats.gather(local._replace(flags=bad), spec.exchange)
+    if columns.shape[1]:
+        report = _ids.Report(
+            spec.name, tuple(logits.shape[:-1]), spec.ignore_index, spec.vocab_size
+        )
+        later = _ids.report_now if spec.at_once else _ids.report_later
+        later(gathered.flags[:, 0], report)
+        chosen = spec.exchange.sum(chosen)
+    stats = _stats.merge_softmax(gathered, spec.temperature)
+    anywhere = (stats.flags[0] != 0)[:, None] & (columns != _ids.IGNORED)
+    columns = columns.masked_fill(anywhere, _ids.BAD)
+    ctx.spec = spec
+    ctx.save_for_backward(logits, columns, stats.maxes, stats.sums)
+    ctx.set_materialize_grads(False)
+    return stats, chosen, columns
+
+
+def _token_values(stats: ShardStats, chosen: Tensor, columns: Tensor, temperature: float) -> Tensor:
+    values = _stats.finish_logprobs(stats, chosen, temperature)
+    values = values.masked_fill(columns == _ids.BAD, NAN)
+    return values.masked_fill(columns == _ids.IGNORED, 0.0)
+
+
+def _token_backward(
+    ctx: _Ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor | None:
+    if grad_logprobs is None and grad_entropy is None:
+        return None
+    spec: TokenSpec = ctx.spec
+    logits, columns, maxes, sums = ctx.saved_tensors
+    stats = ShardStats(maxes, sums, sums[:0])
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    with _plain(logits.device):
+        idle = torch.ones_like(sums[0], dtype=torch.bool)
+        if grad_logprobs is None:
+            columns = columns[:, :0]
+            weights = sums.new_zeros(sums.shape[1], 0)
+        else:
+            upstream = grad_logprobs.reshape(columns.shape).masked_fill(columns == _ids.IGNORED, 0)
+            idle &= (upstream == 0).all(1)
+            # a bad id anywhere on the row is a NaN there, wherever its gradient is not 0
+            weights = (upstream / spec.temperature).masked_fill(
+                (columns == _ids.BAD) & (upstream != 0), NAN
+            )
+        entropy_weight = None
+        if grad_entropy is not None:
+            entropy_weight = grad_entropy.reshape(-1) / spec.temperature
+            idle &= entropy_weight == 0
+        skip = idle | _stats.undefined(stats, 1)
+        spec.implementation.token_grad(
+            as_rows(logits),
+            stats,
+            columns,
+            weights,
+            entropy_weight,
+            skip,
+            out.view(skip.shape[0], logits.shape[-1]),
+            spec.temperature,
+        )
+    return out
+
+
+class Logprobs(torch.autograd.Function):
+    """log p at `index` `[N, K]`; the value is `[N, K]`."""
+
+    @staticmethod
+    def forward(ctx: _Ctx, logits: Tensor, index: Tensor, spec: TokenSpec) -> Tensor:
+        with _plain(logits.device):
+            stats, chosen, columns = _token_forward(ctx, logits, index, spec, entropy=False)
+            return _token_values(stats, chosen, columns, spec.temperature)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Ctx, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return _token_backward(ctx, grad, None), None, None
+
+
+class Entropy(torch.autograd.Function):
+    """H of each row; the value is `[N]`."""
+
+    @staticmethod
+    def forward(ctx: _Ctx, logits: Tensor, spec: TokenSpec) -> Tensor:
+        with _plain(logits.device):
+            rows = logits.shape[:-1].numel()
+            none = torch.empty(rows, 0, dtype=torch.int64, device=logits.device)
+            stats, _, _ = _token_forward(ctx, logits, none, spec, entropy=True)
+            return _stats.finish_entropy(stats)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Ctx, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return _token_backward(ctx, None, grad), None
+
+
+class LogprobsAndEntropy(torch.autograd.Function):
+    """Both from one read."""
+
+    @staticmethod
+    def forward(ctx: _Ctx, logits: Tensor, index: Tensor, spec: TokenSpec) -> tuple[Tensor, Tensor]:
+        with _plain(logits.device):
+            stats, chosen, columns = _token_forward(ctx, logits, index, spec, entropy=True)
+            values = _token_values(stats, chosen, columns, spec.temperature)
+            return values, _stats.finish_entropy(stats)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: _Ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        return _token_backward(ctx, grad_logprobs, grad_entropy), None, None
+
+
+def _pair_scale(ctx: _Ctx, grad: Tensor, stats: ShardStats) -> tuple[Tensor, Tensor]:
+    """Upstream over T, NaN in rows with a NaN, and the rows whose gradient is exactly 0."""
+    upstream = grad.reshape(-1)
+    scale = upstream * (ctx.spec.scale / ctx.spec.temperature)
+    scale = scale.masked_fill(_stats.poisoned(stats, 2), NAN)
+    return scale, (upstream == 0) | _stats.undefined(stats, 2)
+
+
+def _pair_outputs(ctx: _Ctx, *inputs: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients to fill, None where nobody asks, and the same as `[N, L]`."""
+    outs = [
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
+        for x, needed in zip(inputs, ctx.needs_input_grad, strict=False)
+    ]
+    rows = inputs[0].shape[:-1].numel()
+    return outs, [None if out is None else out.view(rows, out.shape[-1]) for out in outs]
+
+
+class KlDiv(torch.autograd.Function):
+    """KL(A || B) of two sides' logits; the value is `[N]`."""
+
+    @staticmethod
+    def forward(ctx: _Ctx, a: Tensor, b: Tensor, spec: PairSpec) -> Tensor:
+        with _plain(a.device):
+            rows_a, rows_b = as_rows(a), as_rows(b)
+            impl, temperature = spec.implementation, spec.temperature
+            local = impl.kl_stats(rows_a, rows_b, spec.dtype(a, b), temperature)
+            stats = _stats.merge_kl(_stats.gather(local, spec.exchange), temperature)
+            if spec.clip is None:
+                terms = None
+                values = _stats.finish_kl(stats)
+            else:
+                terms = impl.kl_terms(rows_a, rows_b, stats, temperature, spec.clip)
+                terms = _stats.in_rank_order(spec.exchange.gather(terms))
+                values = _stats.or_nan(terms[0], stats)
+        ctx.spec = spec
+        ctx.save_for_backward(a, b, *stats, *([] if terms is None else [terms]))
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        spec: PairSpec = ctx.spec
+        a, b, maxes, sums, flags, *terms = ctx.saved_tensors
+        stats = ShardStats(maxes, sums, flags)
+        (grad_a, grad_b), (out_a, out_b) = _pair_outputs(ctx, a, b)
+        with _plain(a.device):
+            scale, skip = _pair_scale(ctx, grad, stats)
+            spec.implementation.kl_grad(
+                as_rows(a),
+                as_rows(b),
+                stats,
+                terms[0] if terms else None,
+                scale,
+                skip,
+                out_a,
+                out_b,
+                spec.temperature,
+                spec.clip,
+            )
+        return grad_a, grad_b, None
+
+
+class Jsd(torch.autograd.Function):
+    """Generalized JSD for 0 < beta < 1; the value is `[N]`."""
+
+    @staticmethod
+    def forward(ctx: _Ctx, student: Tensor, teacher: Tensor, spec: PairSpec) -> Tensor:
+        with _plain(student.device):
+            p, q = as_rows(student), as_rows(teacher)
+            impl, temperature = spec.implementation, spec.temperature
+            local = impl.pair_stats(p, q, spec.dtype(student, teacher), temperature)
+            stats = _stats.merge_softmax(_stats.gather(local, spec.exchange), temperature)
+            terms = impl.jsd_terms(p, q, stats, temperature, spec.beta, spec.clip)
+            terms = _stats.in_rank_order(spec.exchange.gather(terms))
+            values = _stats.or_nan(terms[0] * spec.scale, stats)
+        ctx.spec = spec
+        ctx.save_for_backward(student, teacher, *stats, terms)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        spec: PairSpec = ctx.spec
+        student, teacher, *parts, terms = ctx.saved_tensors
+        stats = ShardStats(*parts)
+        (grad_p, grad_q), (out_p, out_q) = _pair_outputs(ctx, student, teacher)
+        with _plain(student.device):
+            scale, skip = _pair_scale(ctx, grad, stats)
+            spec.implementation.jsd_grad(
+                as_rows(student),
+                as_rows(teacher),
+                stats,
+                terms,
+                scale,
+                skip,
+                out_p,
+                out_q,
+                spec.temperature,
+                spec.beta,
+                spec.clip,
+            )
+        return grad_p, grad_q, None

@@ -1,0 +1,184 @@
+"""Which implementation runs for a call's tensors, and why; `backend` overrides it.
+
+An implementation is a module with the functions of `Implementation`. The choice is made once a
+call, in the forward, and kept for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from vocabtp.kernels import _eager
+from vocabtp.kernels._rows import Rows
+from vocabtp.kernels._stats import ShardStats
+
+Name = Literal["auto", "triton", "eager"]
+
+
+class Implementation(Protocol):
+    """The functions that read or write `[N, L]`; everything of `[N]` is shared (`_stats`).
+
+    Sums are centred on the maximum of the logits as they are and divided by the temperature after
+    that. Rows in `skip` get gradients of exactly 0. `out` tensors are `[N, L]`, contiguous.
+    """
+
+    def token_stats(
+        self,
+        logits: Rows,
+        columns: Tensor,
+        dtype: torch.dtype,
+        temperature: float,
+        *,
+        entropy: bool,
+    ) -> tuple[ShardStats, Tensor]:
+        """`(m; S)` or `(m; S, W)`, and the logits at `columns` `[N, K]`, 0 where it is < 0."""
+        ...
+
+    def token_grad(
+        self,
+        logits: Rows,
+        stats: ShardStats,
+        columns: Tensor,
+        weights: Tensor,
+        entropy_weight: Tensor | None,
+        skip: Tensor,
+        out: Tensor,
+        temperature: float,
+    ) -> None:
+        """`sum_k w_k (onehot_k - p) - w_h p (log p + H)`."""
+        ...
+
+    def kl_stats(self, a: Rows, b: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
+        """`(m_a, m_b; S_a, S_b, W; A supports what B masks)`."""
+        ...
+
+    def kl_terms(
+        self, a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float
+    ) -> Tensor:
+        """`[3, N]`: sums of the clipped terms t, of a f and of w a."""
+        ...
+
+    def kl_grad(
+        self,
+        a: Rows,
+        b: Rows,
+        stats: ShardStats,
+        terms: Tensor | None,
+        scale: Tensor,
+        skip: Tensor,
+        out_a: Tensor | None,
+        out_b: Tensor | None,
+        temperature: float,
+        clip: float | None,
+    ) -> None:
+        """`scale` times `a (d - W / S_a)` and `b - a`, or their clipped forms."""
+        ...
+
+    def pair_stats(self, p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
+        """`(m_p, m_q; S_p, S_q)`."""
+        ...
+
+    def jsd_terms(
+        self,
+        p: Rows,
+        q: Rows,
+        stats: ShardStats,
+        temperature: float,
+        beta: float,
+        clip: float | None,
+    ) -> Tensor:
+        """`[3, N]`: sums of the terms t, of w p log(p/m) and of w q log(q/m)."""
+        ...
+
+    def jsd_grad(
+        self,
+        p: Rows,
+        q: Rows,
+        stats: ShardStats,
+        terms: Tensor,
+        scale: Tensor,
+        skip: Tensor,
+        out_p: Tensor | None,
+        out_q: Tensor | None,
+        temperature: float,
+        beta: float,
+        clip: float | None,
+    ) -> None:
+        """`scale` times `(1 - beta) p (w log(p/m) - E_p)` and `beta q (w log(q/m) - E_q)`."""
+        ...
+
+
+class Choice(NamedTuple):
+    """An implementation and why it was taken."""
+
+    implementation: Implementation
+    name: str
+    reason: str
+
+
+_wanted: ContextVar[Name] = ContextVar("vocabtp_kernels_backend", default="auto")
+
+
+@contextmanager
+def backend(name: Name) -> Iterator[None]:
+    """Choose the implementation for the calls inside, in this thread.
+
+    Args:
+        name: "auto" takes the fastest that can run, "eager" always works, "triton" makes a call
+            raise where it cannot run. A backward runs with the implementation of its forward.
+
+    Raises:
+        ValueError: another name. Inside, a call whose tensors the named implementation cannot take
+            raises ValueError too.
+    """
+    if name not in get_args(Name):
+        raise ValueError(f"backend: name must be one of {list(get_args(Name))}, got {name!r}")
+    token = _wanted.set(name)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def which_backend(*tensors: Tensor) -> tuple[str, str]:
+    """Name and reason of the implementation that a call with these logits would run on.
+
+    Args:
+        tensors: the logits of the call, one or two.
+
+    Returns:
+        `(name, reason)`, both for reading by people; the name is "eager" or "triton".
+
+    Raises:
+        ValueError: inside `backend("triton")` with tensors that it cannot take.
+    """
+    choice = choose("which_backend", *tensors)
+    return choice.name, choice.reason
+
+
+def choose(caller: str, *tensors: Tensor) -> Choice:
+    """The implementation for a call with these logits."""
+    wanted = _wanted.get()
+    obstacle = _triton_obstacle(*tensors)
+    if wanted == "triton":
+        raise ValueError(
+            f'{caller}: backend("triton") is not available for these tensors: {obstacle}; '
+            f'use backend("auto") or backend("eager")'
+        )
+    return Choice(_eager, "eager", 'backend("eager")' if wanted == "eager" else obstacle)
+
+
+def _triton_obstacle(*tensors: Tensor) -> str:
+    """Why the Triton kernels cannot take these tensors."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            return "the tensors are on the CPU"
+        if tensor.dtype == torch.float64:
+            return "fp64 runs in eager PyTorch"
+    return "this version of vocabtp-kernels has no Triton kernels"

@@ -1,0 +1,118 @@
+"""What a caller can get wrong in an op's arguments, said in one line."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+_LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def number(caller: str, name: str, value: object) -> float:
+    """A real number that is neither a bool nor a tensor."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{caller}: {name} must be a number, got {type(value).__name__}; "
+            f"every rank needs the same one, known without a device"
+        )
+    return float(value)
+
+
+def integer(caller: str, name: str, value: object) -> int:
+    """An integer that is neither a bool nor a tensor."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{caller}: {name} must be an integer, got {type(value).__name__}")
+    return int(value)
+
+
+def flag(caller: str, name: str, value: object) -> bool:
+    """A bool: a swapped argument must not choose a direction."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{caller}: {name} must be True or False, got {type(value).__name__}")
+    return value
+
+
+def temperature(caller: str, value: object) -> float:
+    """Finite and above 0."""
+    result = number(caller, "temperature", value)
+    if not (math.isfinite(result) and result > 0):
+        raise ValueError(f"{caller}: temperature must be finite and > 0, got {result}")
+    return result
+
+
+def clip(caller: str, value: object) -> float | None:
+    """None or finite and above 0."""
+    if value is None:
+        return None
+    result = number(caller, "pointwise_clip", value)
+    if not (math.isfinite(result) and result > 0):
+        raise ValueError(
+            f"{caller}: pointwise_clip must be finite and > 0, got {result}; None caps nothing"
+        )
+    return result
+
+
+def beta(caller: str, value: object) -> float:
+    """In [0, 1]; NaN is not."""
+    result = number(caller, "beta", value)
+    if not 0.0 <= result <= 1.0:
+        raise ValueError(f"{caller}: beta must be in [0, 1], got {result}")
+    return result
+
+
+def logits(caller: str, name: str, value: object) -> Tensor:
+    """A floating-point tensor with a vocabulary dimension."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{caller}: {name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in _LOGITS:
+        raise TypeError(
+            f"{caller}: {name} must be bfloat16, float16, float32 or float64, got {value.dtype}"
+        )
+    if value.layout != torch.strided:
+        raise TypeError(f"{caller}: {name} must be a dense tensor, got {value.layout}")
+    if value.dim() == 0:
+        raise ValueError(
+            f"{caller}: {name} must be [..., vocabulary], got a tensor of no dimension"
+        )
+    return value
+
+
+def pair(caller: str, student: object, teacher: object) -> tuple[Tensor, Tensor]:
+    """Two logits tensors over the same rows, columns and device; dtypes may differ."""
+    one = logits(caller, "student_logits", student)
+    two = logits(caller, "teacher_logits", teacher)
+    if one.shape != two.shape:
+        raise ValueError(
+            f"{caller}: student and teacher must share a shape, "
+            f"got {list(one.shape)} and {list(two.shape)}"
+        )
+    if one.device != two.device:
+        raise ValueError(
+            f"{caller}: student and teacher must be on one device, "
+            f"got {one.device} and {two.device}"
+        )
+    return one, two
+
+
+def index(caller: str, value: object, of: Tensor) -> Tensor:
+    """Integer ids `[...]` or `[..., K]` for logits `[..., L]`, on their device; as `[N, K]`."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{caller}: index must be a tensor, got {type(value).__name__}")
+    if value.dtype not in _IDS:
+        raise TypeError(f"{caller}: index must hold integers, got {value.dtype}")
+    lead = of.shape[:-1]
+    if value.shape != lead and value.shape[:-1] != lead:
+        raise ValueError(
+            f"{caller}: index must be {list(lead)} or that and [K], for logits {list(of.shape)}, "
+            f"got {list(value.shape)}"
+        )
+    if value.device != of.device:
+        raise ValueError(
+            f"{caller}: index must be where the logits are, got {value.device} and {of.device}"
+        )
+    rows = lead.numel()
+    return value.reshape(rows, 1 if value.shape == lead else value.shape[-1])

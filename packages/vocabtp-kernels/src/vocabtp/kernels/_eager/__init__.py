@@ -1,0 +1,16 @@
+"""Every op in chunked PyTorch: the CPU path, the fallback, and the yardstick of other paths."""
+
+from vocabtp.kernels._eager.jsd import jsd_grad, jsd_terms, pair_stats
+from vocabtp.kernels._eager.kl import kl_grad, kl_stats, kl_terms
+from vocabtp.kernels._eager.tokens import token_grad, token_stats
+
+__all__ = [
+    "jsd_grad",
+    "jsd_terms",
+    "kl_grad",
+    "kl_stats",
+    "kl_terms",
+    "pair_stats",
+    "token_grad",
+    "token_stats",
+]

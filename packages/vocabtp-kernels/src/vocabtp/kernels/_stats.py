@@ -1,0 +1,123 @@
+"""Statistics of rows: what a rank knows, how ranks put it together, what follows from it.
+
+Letters: m is a row's maximum, u = (x - m) / T the centred logit, S = sum exp(u). W is
+sum exp(u) u for the entropy and sum exp(u_a) (u_a - u_b) for KL(A || B). A rank centres on the
+maximum of its own columns; moving the centre by s = (m_rank - m) / T multiplies a sum by exp(s)
+and adds s S to W first. No step here forms -inf - -inf for a rank without support.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocabtp.kernels._exchange import Exchange
+
+INF = float("inf")
+NAN = float("nan")
+
+
+class ShardStats(NamedTuple):
+    """What one rank knows of its rows: all that crosses the wire.
+
+    fp32, fp64 for fp64 logits. A shard without columns, or without support, has maxes of -inf and
+    zeros elsewhere.
+    """
+
+    maxes: Tensor  # [M, N] the largest logit of each side, before the temperature
+    sums: Tensor  # [S, N] centred on this rank's maxes
+    flags: Tensor  # [F, N] 0 unless a rank has something to report of the row
+
+    def rows(self, start: int, stop: int) -> ShardStats:
+        """Those of rows `start` to `stop`."""
+        return ShardStats(*(part[:, start:stop] for part in self))
+
+
+def gather(stats: ShardStats, exchange: Exchange) -> ShardStats:
+    """All ranks' statistics, `[R, *, N]` each, by one exchange."""
+    sizes = [part.shape[0] for part in stats]
+    return ShardStats(*torch.split(exchange.gather(torch.cat(stats)), sizes, dim=1))
+
+
+def in_rank_order(parts: Tensor) -> Tensor:
+    """Sum `[R, *]` over ranks in one fixed order, so that every rank gets the same bits."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def merge_softmax(stats: ShardStats, temperature: float) -> ShardStats:
+    """Merge gathered `(m; S)` or `(m; S, W)` of one distribution, or `(m_a, m_b; S_a, S_b)`."""
+    maxes, weights, shifts = _recentre(stats.maxes, temperature)
+    if stats.sums.shape[1] == 2 and stats.maxes.shape[1] == 1:
+        total, weighted = stats.sums[:, 0], stats.sums[:, 1]
+        sums = torch.stack((total, weighted + shifts[:, 0] * total), dim=1)
+    else:
+        sums = stats.sums
+    return ShardStats(maxes, in_rank_order(_weigh(weights, sums)), stats.flags.abs().amax(0))
+
+
+def merge_kl(stats: ShardStats, temperature: float) -> ShardStats:
+    """Merge gathered `(m_a, m_b; S_a, S_b, W; support flag)`."""
+    maxes, weights, shifts = _recentre(stats.maxes, temperature)
+    total_a, total_b, weighted = stats.sums.unbind(1)
+    moved = weighted + (shifts[:, 0] - shifts[:, 1]) * total_a
+    sums = torch.stack((total_a, total_b, moved), dim=1)
+    weights = torch.stack((weights[:, 0], weights[:, 1], weights[:, 0]), dim=1)
+    return ShardStats(maxes, in_rank_order(_weigh(weights, sums)), stats.flags.amax(0))
+
+
+def _recentre(maxes: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Overall maxima `[M, N]`; factors and shifts `[R, M, N]` of each rank, 0 without support."""
+    top = maxes.amax(0)
+    empty = maxes == -INF
+    shifts = ((maxes - top) / temperature).masked_fill(empty, 0.0)
+    return top, shifts.exp().masked_fill(empty, 0.0), shifts
+
+
+def _weigh(weights: Tensor, sums: Tensor) -> Tensor:
+    # a rank far below the maximum has weight 0 and may have a shift of -inf
+    return torch.where(weights == 0, 0.0, weights * sums)
+
+
+def undefined(stats: ShardStats, sides: int) -> Tensor:
+    """Rows `[N]` in which a side has no support at all."""
+    return (stats.sums[:sides] == 0).any(0)
+
+
+def poisoned(stats: ShardStats, sides: int) -> Tensor:
+    """Rows `[N]` in which a side has a NaN or +inf logit."""
+    return stats.sums[:sides].isnan().any(0)
+
+
+def finish_logprobs(stats: ShardStats, chosen: Tensor, temperature: float) -> Tensor:
+    """Log p `[N, K]` of the chosen logits `[N, K]`, -inf at a masked one."""
+    centred = (chosen - stats.maxes[0, :, None]) / temperature
+    values: Tensor = centred - stats.sums[0, :, None].log()
+    return values.masked_fill(undefined(stats, 1)[:, None], NAN)
+
+
+def finish_entropy(stats: ShardStats) -> Tensor:
+    """H = log S - W / S `[N]`; 0 / 0 makes an undefined row NaN."""
+    total, weighted = stats.sums[0], stats.sums[1]
+    return total.log() - weighted / total
+
+
+def log_ratio(stats: ShardStats) -> Tensor:
+    """log(S_b / S_a) `[N]`: what turns u_a - u_b into log a - log b."""
+    return (stats.sums[1] / stats.sums[0]).log()
+
+
+def finish_kl(stats: ShardStats) -> Tensor:
+    """KL(A || B) = W / S_a + log(S_b / S_a) `[N]`, +inf outside B's support, NaN before that."""
+    values = stats.sums[2] / stats.sums[0] + log_ratio(stats)
+    values = values.masked_fill(stats.flags[0] != 0, INF)
+    return or_nan(values, stats)
+
+
+def or_nan(values: Tensor, stats: ShardStats) -> Tensor:
+    """`values` `[N]` of two distributions, NaN where one of them does not exist."""
+    return values.masked_fill(undefined(stats, 2) | poisoned(stats, 2), NAN)

@@ -1,0 +1,317 @@
+"""The public ops: values and exact gradients of losses over a large vocabulary.
+
+`p` is the student's distribution, `q` the teacher's, each softmax(logits / temperature) over the
+last dimension. Every op computes in fp32 from bf16, fp16 or fp32 logits (fp64 logits in fp64) and
+returns fp32 (fp64), one value a row; gradients have the dtype of their logits. Inputs are never
+written, and a value may be masked in place before the backward.
+
+The edges are the same everywhere. A logit of -inf is a token outside the support. A row with
+every logit -inf is undefined: its value is NaN, its gradient 0. A NaN or +inf logit makes the row's
+value and gradient NaN. An upstream gradient of exactly 0 gives a gradient of exactly 0, whatever
+the row holds.
+
+`exchange` is for callers that hold a shard, `[..., L]` of `[..., V]`: two methods that put the
+statistics of all shards together. Every rank then gets the same value and the gradient of its own
+columns.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vocabtp.kernels import _checks, _ids
+from vocabtp.kernels._autograd import (
+    Entropy,
+    Jsd,
+    KlDiv,
+    Logprobs,
+    LogprobsAndEntropy,
+    PairSpec,
+    TokenSpec,
+    call,
+)
+from vocabtp.kernels._backend import choose
+from vocabtp.kernels._exchange import LOCAL, Exchange
+
+# an interior beta below fp32's range would leave nothing to rescale; nothing that is
+# representable tells this one from a smaller one
+_LEAST_BETA = 2.0**-100
+
+
+def logprobs(
+    logits: Tensor,
+    index: Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    exchange: Exchange = LOCAL,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    validate_ids: bool | None = None,
+) -> Tensor:
+    """Log-probabilities of chosen tokens, `log softmax(logits / temperature)[index]`.
+
+    The gradient is the sum over a row's ids of `(onehot - p) / temperature`; an id may come twice.
+
+    Args:
+        logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
+        index: integer ids of the whole vocabulary, `[...]` or `[..., K]`, where the logits are.
+        ignore_index: an id that asks nothing: its value is 0 and it has no gradient.
+        temperature: finite, > 0.
+        exchange: how shards come together; `LOCAL` for a whole vocabulary.
+        vocab_start: the id of this shard's first column.
+        vocab_size: V, None for L.
+        validate_ids: True reports a bad id before returning, waiting for the device; False leaves
+            it to the next call or `check_ids`. None does the first for ids on the CPU and the
+            second for others.
+
+    Returns:
+        The shape of `index`, fp32 (fp64 for fp64 logits); -inf at a token outside the support.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes or devices that do not fit, a temperature out of range, or an id outside
+            of `[0, V)` other than `ignore_index` - on every rank, whichever has it. For ids on an
+            accelerator the row is NaN and the error comes later, see `validate_ids`.
+    """
+    checked, ids, spec = _token_call(
+        "logprobs",
+        logits,
+        index,
+        ignore_index,
+        temperature,
+        exchange,
+        vocab_start,
+        vocab_size,
+        validate_ids,
+    )
+    values: Tensor = call(Logprobs, checked, ids, spec)
+    return values.view(index.shape)
+
+
+def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LOCAL) -> Tensor:
+    """Entropy of each row, `-sum p log p` in nats.
+
+    The gradient is `-p (log p + H) / temperature`.
+
+    Args:
+        logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
+        temperature: finite, > 0.
+        exchange: how shards come together; `LOCAL` for a whole vocabulary.
+
+    Returns:
+        `[...]` fp32 (fp64 for fp64 logits).
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: logits of no dimension, a temperature out of range.
+    """
+    _ids.check_ids()
+    checked = _checks.logits("entropy", "logits", logits)
+    spec = TokenSpec(
+        name="entropy",
+        implementation=choose("entropy", checked).implementation,
+        exchange=exchange,
+        temperature=_checks.temperature("entropy", temperature),
+    )
+    values: Tensor = call(Entropy, checked, spec)
+    return values.view(checked.shape[:-1])
+
+
+def logprobs_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    exchange: Exchange = LOCAL,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    validate_ids: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs` and `entropy` from one read of the logits, and one more for both gradients.
+
+    Args:
+        logits: as for `logprobs`.
+        index: as for `logprobs`. A row whose ids are ignored keeps its entropy.
+        ignore_index: as for `logprobs`.
+        temperature: finite, > 0.
+        exchange: how shards come together; `LOCAL` for a whole vocabulary.
+        vocab_start: as for `logprobs`.
+        vocab_size: as for `logprobs`.
+        validate_ids: as for `logprobs`.
+
+    Returns:
+        `(logprobs, entropy)`: the shape of `index`, and `[...]`; fp32 (fp64 for fp64 logits).
+
+    Raises:
+        TypeError: as for `logprobs`.
+        ValueError: as for `logprobs`.
+    """
+    checked, ids, spec = _token_call(
+        "logprobs_and_entropy",
+        logits,
+        index,
+        ignore_index,
+        temperature,
+        exchange,
+        vocab_start,
+        vocab_size,
+        validate_ids,
+    )
+    values, entropies = call(LogprobsAndEntropy, checked, ids, spec)
+    return values.view(index.shape), entropies.view(checked.shape[:-1])
+
+
+def kl_div(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    reverse: bool = False,
+    pointwise_clip: float | None = None,
+    temperature: float = 1.0,
+    exchange: Exchange = LOCAL,
+) -> Tensor:
+    """Kullback-Leibler divergence of each row: forward KL(q || p), or reverse KL(p || q).
+
+    `KL(A || B) = sum a (log a - log b)` is +inf where A supports a token that B masks, decided on
+    the logits. Gradients flow to both sides: `a (log a - log b - KL) / temperature` to A and
+    `(b - a) / temperature` to B. The value is not clamped at 0: for nearly equal sides it may be
+    negative by rounding.
+
+    Args:
+        student_logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
+        teacher_logits: the same shape and device; the dtype may differ.
+        reverse: False for KL(teacher || student), True for KL(student || teacher).
+        pointwise_clip: caps each token's `a (log a - log b)` from above before the sum; a capped
+            term has no gradient of its own. Costs a second read. Finite, > 0.
+        temperature: finite, > 0; divides both sides. The usual factor of temperature squared is
+            the caller's.
+        exchange: how shards come together; `LOCAL` for a whole vocabulary.
+
+    Returns:
+        `[...]` fp32 (fp64 if a side is fp64).
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes or devices that differ, a temperature or clip out of range.
+    """
+    _ids.check_ids()
+    student, teacher = _checks.pair("kl_div", student_logits, teacher_logits)
+    spec = PairSpec(
+        name="kl_div",
+        implementation=choose("kl_div", student, teacher).implementation,
+        exchange=exchange,
+        temperature=_checks.temperature("kl_div", temperature),
+        clip=_checks.clip("kl_div", pointwise_clip),
+    )
+    return _kl(student, teacher, _checks.flag("kl_div", "reverse", reverse), spec)
+
+
+def jsd(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    beta: float = 0.5,
+    rescale: bool = False,
+    pointwise_clip: float | None = None,
+    temperature: float = 1.0,
+    exchange: Exchange = LOCAL,
+) -> Tensor:
+    """Generalized Jensen-Shannon divergence of each row.
+
+    With the mixture `m = beta q + (1 - beta) p` it is `beta KL(q || m) + (1 - beta) KL(p || m)`
+    for 0 < beta < 1. beta = 0 is forward KL(q || p) and beta = 1 reverse KL(p || q), each the same
+    as `kl_div`. Between them the value tends to 0 at both ends, so a beta close to an end scales
+    the signal away: `rescale` divides by `beta (1 - beta)` and runs continuously from forward KL
+    through 4 JSD to reverse KL. The interior is finite for every pair of supports.
+
+    Gradients: `(1 - beta) p (log(p/m) - KL(p || m)) / temperature` to the student,
+    `beta q (log(q/m) - KL(q || m)) / temperature` to the teacher.
+
+    Args:
+        student_logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
+        teacher_logits: the same shape and device; the dtype may differ.
+        beta: the teacher's share of the mixture, in [0, 1].
+        rescale: divide an interior beta's value by `beta (1 - beta)`, after the clip.
+        pointwise_clip: caps each token's term from above before the sum: the combined
+            `beta q log(q/m) + (1 - beta) p log(p/m)`, or `kl_div`'s term at the ends. Finite, > 0.
+        temperature: finite, > 0; divides both sides.
+        exchange: how shards come together; `LOCAL` for a whole vocabulary.
+
+    Returns:
+        `[...]` fp32 (fp64 if a side is fp64); not clamped at 0.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: shapes or devices that differ; beta, temperature or clip out of range.
+
+    Note:
+        The generalized form is that of Agarwal et al., On-Policy Distillation of Language Models
+        (arXiv:2306.13649).
+    """
+    _ids.check_ids()
+    student, teacher = _checks.pair("jsd", student_logits, teacher_logits)
+    share = _checks.beta("jsd", beta)
+    scaled = _checks.flag("jsd", "rescale", rescale)
+    interior = 0.0 < share < 1.0
+    share = max(share, _LEAST_BETA) if interior else share
+    spec = PairSpec(
+        name="jsd",
+        implementation=choose("jsd", student, teacher).implementation,
+        exchange=exchange,
+        temperature=_checks.temperature("jsd", temperature),
+        clip=_checks.clip("jsd", pointwise_clip),
+        beta=share,
+        scale=1.0 / (share * (1.0 - share)) if scaled and interior else 1.0,
+    )
+    if not interior:
+        return _kl(student, teacher, share == 1.0, spec)
+    values: Tensor = call(Jsd, student, teacher, spec)
+    return values.view(student.shape[:-1])
+
+
+def _kl(student: Tensor, teacher: Tensor, reverse: bool, spec: PairSpec) -> Tensor:
+    a, b = (student, teacher) if reverse else (teacher, student)
+    values: Tensor = call(KlDiv, a, b, spec)
+    return values.view(student.shape[:-1])
+
+
+def _token_call(
+    caller: str,
+    logits: object,
+    index: object,
+    ignore_index: object,
+    temperature: object,
+    exchange: Exchange,
+    vocab_start: object,
+    vocab_size: object,
+    validate_ids: object,
+) -> tuple[Tensor, Tensor, TokenSpec]:
+    """Check the arguments of the two ops that take ids; ids come back as `[N, K]`."""
+    _ids.check_ids()
+    checked = _checks.logits(caller, "logits", logits)
+    ids = _checks.index(caller, index, checked)
+    start = _checks.integer(caller, "vocab_start", vocab_start)
+    width = checked.shape[-1]
+    size = width if vocab_size is None else _checks.integer(caller, "vocab_size", vocab_size)
+    if not 0 <= start <= start + width <= size:
+        raise ValueError(
+            f"{caller}: the shard must lie in the vocabulary, got columns {start} to "
+            f"{start + width} of vocab_size {size}"
+        )
+    if validate_ids is None:
+        at_once = ids.device.type == "cpu"
+    else:
+        at_once = _checks.flag(caller, "validate_ids", validate_ids)
+    spec = TokenSpec(
+        name=caller,
+        implementation=choose(caller, checked).implementation,
+        exchange=exchange,
+        temperature=_checks.temperature(caller, temperature),
+        ignore_index=_checks.integer(caller, "ignore_index", ignore_index),
+        vocab_start=start,
+        vocab_size=size,
+        at_once=at_once,
+    )
+    return checked, ids, spec

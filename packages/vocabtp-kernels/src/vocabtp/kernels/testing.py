@@ -1,0 +1,154 @@
+"""The rule that judges an implementation, the cases it must pass, and ranks inside one process.
+
+Nothing here needs a test framework: a check raises AssertionError. `assert_no_worse` is the rule,
+`CASES` are the inputs that broke other implementations, and `check_case` runs one of them, values
+and gradients, against `reference`, measured by the eager implementation's own error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def assert_no_worse(
+    actual: Tensor,
+    eager: Tensor,
+    truth: Tensor,
+    *,
+    slack: float = 2.0,
+    floor: float | None = None,
+    what: str = "value",
+) -> None:
+    """Demand that `actual` errs at most `slack` times as much as the eager path, plus a floor.
+
+    Where the truth is NaN or infinite, `actual` must be the same: a rule about errors would let it
+    pass.
+
+    Args:
+        actual: what is judged.
+        eager: the eager implementation's result for the same input.
+        truth: the fp64 reference.
+        slack: the factor.
+        floor: what is always allowed, absolute; None for fp32's eps times the largest truth.
+        what: the name to use in messages.
+
+    Raises:
+        AssertionError: the shape, a non-finite element or the error is not right.
+    """
+    if actual.shape != truth.shape:
+        raise AssertionError(f"{what}: shape {list(actual.shape)}, not {list(truth.shape)}")
+    actual, eager, truth = (x.detach().double().cpu() for x in (actual, eager, truth))
+    finite = truth.isfinite()
+    wrong = torch.where(finite, ~actual.isfinite(), ~_same(actual, truth))
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        got, right = actual[tuple(at)].item(), truth[tuple(at)].item()
+        raise AssertionError(f"{what}: {got} at {at}, not {right}")
+    if not bool(finite.any()):
+        return
+    error = (actual - truth).abs()[finite].max().item()
+    if floor is None:
+        floor = torch.finfo(torch.float32).eps * truth.abs()[finite].max().item()
+    allowed = slack * (eager - truth).abs()[finite].max().item() + floor
+    if not error <= allowed:
+        raise AssertionError(f"{what}: error {error:.3g}, allowed {allowed:.3g}")
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+class _Meeting:
+    """Where threads put one tensor each and take all of them."""
+
+    def __init__(self, world: int) -> None:
+        self.barrier = threading.Barrier(world)
+        self.slots: list[Tensor | None] = [None] * world
+
+
+class ThreadExchange:
+    """An `Exchange` among the threads of `run_sharded`."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self.rank = rank
+        self.calls: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        self._meeting = meeting
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Stack the tensors of all ranks, in rank order."""
+        return torch.stack(self._swap("gather", x))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add the tensors of all ranks, in rank order."""
+        parts = self._swap("sum", x)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def _swap(self, kind: str, x: Tensor) -> list[Tensor]:
+        self.calls.append((kind, tuple(x.shape), x.dtype))
+        meeting = self._meeting
+        meeting.slots[self.rank] = x
+        meeting.barrier.wait()
+        parts = [part for part in meeting.slots if part is not None]
+        # nobody may put down the next tensor before all have taken this one
+        meeting.barrier.wait()
+        return parts
+
+
+def run_sharded(
+    fn: Callable[[ThreadExchange, int, int], T], bounds: Sequence[tuple[int, int]]
+) -> list[T]:
+    """Run one thread a shard, with an exchange among them: ranks without processes.
+
+    The threads must make the same calls of the exchange; their shapes, dtypes and order are
+    compared at the end.
+
+    Args:
+        fn: called with the exchange, the first column of the shard and the one after its last.
+        bounds: columns of each shard, in rank order; a shard may be empty.
+
+    Returns:
+        What the calls returned, in rank order.
+
+    Raises:
+        AssertionError: ranks made different calls.
+        Exception: of the first rank that raised, with the number of ranks that raised the same
+            as a note.
+    """
+    meeting = _Meeting(len(bounds))
+    exchanges = [ThreadExchange(meeting, rank) for rank in range(len(bounds))]
+    results: list[Any] = [None] * len(bounds)
+    errors: list[Exception | None] = [None] * len(bounds)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = fn(exchanges[rank], *bounds[rank])
+        except Exception as error:
+            errors[rank] = error
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(bounds))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    raised = [e for e in errors if e is not None]
+    own = [e for e in raised if not isinstance(e, threading.BrokenBarrierError)]
+    if raised:
+        error = (own or raised)[0]
+        same = sum(str(e) == str(error) for e in raised)
+        error.add_note(f"raised on {same} of {len(bounds)} ranks")
+        raise error
+    calls = [exchange.calls for exchange in exchanges]
+    if any(each != calls[0] for each in calls):
+        raise AssertionError(f"ranks made different calls of the exchange: {calls}")
+    return results
