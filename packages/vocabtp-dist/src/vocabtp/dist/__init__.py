@@ -1,5 +1,19 @@
 """Vocabulary-parallel logprobs, entropy, KL and JSD over torch.distributed: no rank gathers the vocabulary."""
 
 from vocabtp.dist._version import __version__
+from vocabtp.dist.agreement import agree
+from vocabtp.dist.collectives import GroupExchange
+from vocabtp.dist.gather import gather_vocab
+from vocabtp.dist.sampling import sampling_keys, vocab_parallel_argmax, vocab_parallel_sample
+from vocabtp.dist.shard import VocabShard
 
-__all__ = ["__version__"]
+__all__ = [
+    "GroupExchange",
+    "VocabShard",
+    "__version__",
+    "agree",
+    "gather_vocab",
+    "sampling_keys",
+    "vocab_parallel_argmax",
+    "vocab_parallel_sample",
+]

@@ -1,0 +1,84 @@
+"""What a DTensor says of its shard: group, bounds, local tensor. Nothing here communicates."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vocabtp.dist.collectives import group_rank, group_size
+from vocabtp.dist.shard import VocabShard, even_bounds
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether `x` is a DTensor; does not import the DTensor machinery to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def shard_of(x: DTensor, name: str) -> VocabShard:
+    """The shard of a DTensor cut on its last dimension over a one-dimensional mesh.
+
+    Args:
+        x: `[..., V]`, placement `Shard(-1)`.
+        name: the argument's name, for the message.
+
+    Returns:
+        This rank's shard; bounds are those of `torch.chunk`, which DTensor uses.
+
+    Raises:
+        ValueError: the mesh has more dimensions, or the last dimension is not what is sharded.
+    """
+    placement = _only_placement(x, name)
+    # by name and not by class: _StridedShard derives from Shard in some versions
+    if type(placement).__name__ != "Shard" or placement.dim % x.ndim != x.ndim - 1:
+        raise ValueError(
+            f"{name} is a DTensor placed {placement}: it must be sharded on its last dimension, "
+            f"Shard({x.ndim - 1}); redistribute it, or pass .to_local() of a replicated one "
+            "without a tp_group"
+        )
+    group = x.device_mesh.get_group()
+    start, end = even_bounds(x.shape[-1], group_size(group))[group_rank(group)]
+    return VocabShard(start, end, x.shape[-1], group)
+
+
+def group_of(x: DTensor, name: str) -> ProcessGroup:
+    """The group of a DTensor's one-dimensional mesh."""
+    _only_placement(x, name)
+    return x.device_mesh.get_group()
+
+
+def local_columns(x: Any) -> Any:
+    """The local columns `[..., L]` of a DTensor, whose gradient returns to it cut alike.
+
+    Anything that is no DTensor is returned as it is.
+    """
+    return x.to_local(grad_placements=tuple(x.placements)) if is_dtensor(x) else x
+
+
+def local_replica(x: Any, name: str) -> Any:
+    """A replicated DTensor as its local tensor; anything that is no DTensor as it is.
+
+    Raises:
+        ValueError: a DTensor that is sharded or partial.
+    """
+    if not is_dtensor(x):
+        return x
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise ValueError(
+            f"{name} is a DTensor placed {tuple(x.placements)}: every rank needs all of it, "
+            "so it must be replicated"
+        )
+    return x.to_local()
+
+
+def _only_placement(x: DTensor, name: str) -> Any:
+    if x.device_mesh.ndim != 1:
+        raise ValueError(
+            f"{name} is a DTensor on a mesh of {x.device_mesh.ndim} dimensions: it must be sharded "
+            "over a one-dimensional mesh (mesh['tp'])"
+        )
+    return x.placements[0]
