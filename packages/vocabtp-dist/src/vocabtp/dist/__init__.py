@@ -1,4 +1,4 @@
-"""Vocabulary-parallel logprobs, entropy, KL and JSD over torch.distributed: no rank gathers the vocabulary."""
+"""Vocabulary-parallel losses and token choice over torch.distributed; no rank gathers."""
 
 from vocabtp.dist._version import __version__
 from vocabtp.dist.agreement import agree

@@ -11,9 +11,10 @@ from vocabtp.dist.shard import VocabShard, even_bounds
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 
-def is_dtensor(x: object) -> bool:
+def is_dtensor(x: object) -> TypeIs[DTensor]:
     """Whether `x` is a DTensor; does not import the DTensor machinery to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

@@ -86,6 +86,7 @@ def prepare(
     said = {**_facts(local, claim), **(facts or {})}
     text = None if error is None else str(error).removeprefix(f"{op}: ")
     records = exchange_records({"op": op, **said}, group=group, error=text)
+    assert group is not None
     problem = (
         disagreement(records, only=["op"])
         or disagreement(records, only=[name for name in said if name not in _PER_RANK])
@@ -231,7 +232,7 @@ def _facts(local: Sequence[Tensor], claim: Bounds) -> dict[str, object]:
     if not local:
         return {}
     return {
-        "leading shape": [list(x.shape[:-1]) for x in local][0],
+        "leading shape": list(local[0].shape[:-1]),
         "dtype": ", ".join(str(x.dtype).removeprefix("torch.") for x in local),
         "device type": ", ".join(x.device.type for x in local),
         "width": local[0].shape[-1],

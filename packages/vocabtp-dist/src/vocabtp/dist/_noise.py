@@ -6,8 +6,9 @@ or device of the tensor they sit in. Vendor `exp` and `log` do not promise that 
 its scalar tail may round apart), so both are written here in IEEE fp64 additions, multiplications
 and divisions, one eager op each, which nothing can contract or reorder.
 
-The hash: `s = mix(key)`, then `mix(mix(id * golden + s) ^ mix(s + golden))`, with `mix` the 64-bit
-finalizer of SplitMix64. The inner stream is SplitMix64 itself with the id as its counter.
+The hash: `s = mix(key)`, then `mix(mix(id * golden + s) ^ mix(~s))`, with `mix` the 64-bit
+finalizer of SplitMix64. The inner stream is SplitMix64 itself with the id as its counter; its
+second seed must not be a term of that stream, or one id gets the same noise from every key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LN2_HI = float.fromhex("0x1.62e42fee00000p-1")
-_LN2_LO = math.log(2.0) - _LN2_HI
+_LN2_LO = 1.90821492927058770002e-10  # ln 2 minus the 32 bits above
 _MANTISSA = (1 << 52) - 1
 
 
@@ -42,7 +43,7 @@ def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
     """52 uniform bits of each (key, id); int64, shapes broadcast."""
     start = mix(keys)
     x = mix(ids * _GOLDEN + start)
-    return _shift_right(mix(x ^ mix(start + _GOLDEN)), 12)
+    return _shift_right(mix(x ^ mix(~start)), 12)
 
 
 def uniform(keys: Tensor, ids: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def exact_log(x: Tensor) -> Tensor:
-    """Natural logarithm of normal fp64 numbers > 0, the same bits in every layout (error < 2 ulp)."""
+    """Natural logarithm of normal fp64 numbers > 0, the same bits in every layout."""
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1022
     m = ((bits & _MANTISSA) | (1022 << 52)).view(torch.float64)  # [0.5, 1)
@@ -77,7 +78,7 @@ def exact_log(x: Tensor) -> Tensor:
 
 
 def exact_exp(x: Tensor) -> Tensor:
-    """Exponential of fp64 numbers in [-700, 700], the same bits in every layout (error < 2 ulp)."""
+    """Exponential of fp64 numbers in [-700, 700], the same bits in every layout."""
     n = torch.round(x * (1.0 / math.log(2.0)))
     r = (x - n * _LN2_HI) - n * _LN2_LO
     series = torch.full_like(r, 1.0 / math.factorial(13))

@@ -19,7 +19,11 @@ from vocabtp.dist._order import ordered_value
 
 # weights of a whole row stay below 2**62 for vocabularies up to 4 million
 _UNIT = 2.0**40
-_DIGIT_BITS = 10
+
+
+def digit_bits(vocab_size: int) -> int:
+    """Bits of the order a round looks at: `2**bits` sums a row, no more than it has tokens."""
+    return min(10, max(4, (vocab_size - 1).bit_length()))
 
 
 def weights(values: Tensor, top: Tensor, temperature: float) -> Tensor:
@@ -77,7 +81,7 @@ def nucleus(
     prefix = torch.zeros(rows, 1, dtype=torch.int64, device=values.device)
     missing: Tensor | None = None
     while bits > 0:
-        step = min(_DIGIT_BITS, bits)
+        step = min(digit_bits(vocab_size), bits)
         bits -= step
         digit = (order >> bits) & ((1 << step) - 1)
         live = torch.where((order >> (bits + step)) == prefix, weight, 0)

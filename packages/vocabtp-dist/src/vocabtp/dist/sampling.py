@@ -9,7 +9,6 @@ tokens however the vocabulary is cut. Letters: `N` rows, `L` this shard's column
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from vocabtp.dist import _order
 from vocabtp.dist._inputs import whole_or_shard
 from vocabtp.dist._noise import gumbel, mix
 from vocabtp.dist._nucleus import nucleus, share_of, temperature_like, weights
-from vocabtp.dist.collectives import all_gather, all_max, all_sum, group_size
+from vocabtp.dist.collectives import all_gather, all_max, all_sum
 from vocabtp.dist.shard import VocabShard
 
 # elements of [rows, L] handled at a time: about eight fp64 temporaries of 16 MiB
@@ -35,9 +34,7 @@ class _Filters(NamedTuple):
     min_p: float | None
 
 
-def vocab_parallel_argmax(
-    vocab_parallel_logits: Tensor, shard: VocabShard | None = None
-) -> Tensor:
+def vocab_parallel_argmax(vocab_parallel_logits: Tensor, shard: VocabShard | None = None) -> Tensor:
     """The id of each row's largest logit over all shards; equal logits give the lowest id.
 
     One MAX all_reduce of an int64 a row. Logits are compared as fp32 (exact for bf16, fp16, fp32);
@@ -83,10 +80,11 @@ def sampling_keys(*parts: int | Tensor) -> Tensor:
     device = next((part.device for part in parts if isinstance(part, Tensor)), None)
     key = torch.zeros((), dtype=torch.int64, device=device)
     for part in parts:
-        if isinstance(part, int):
-            # any Python int, as its low 64 bits
-            part = torch.tensor((part + 2**63) % 2**64 - 2**63, device=device)
-        key = mix(key + mix(part.long() + 1))
+        if isinstance(part, Tensor):
+            number = part.long()
+        else:  # any Python int, as its low 64 bits
+            number = torch.tensor((part + 2**63) % 2**64 - 2**63, device=device)
+        key = mix(key + mix(number + 1))
     return key
 
 
@@ -112,9 +110,9 @@ def vocab_parallel_sample(
     largest). A token of -inf is never drawn; NaN counts as -inf; +inf beats every finite logit. A
     row of nothing but -inf and NaN gives id 0. Logits are read as fp32. Not differentiable.
 
-    Collectives: one all_gather without `top_p` and `min_p` or with `top_k`; else also one all_reduce for
-    the maximum, and five or six of `[N, 1024]` integers for `top_p`. The vocabulary is never
-    gathered.
+    Collectives: one all_gather, of `[N, top_k]` with `top_k` and of a few numbers a row without.
+    Without `top_k`, `top_p` and `min_p` need one all_reduce for the maximum, and `top_p` five (of
+    1024 integers a row) to nine (of 16; small vocabularies) more. The vocabulary is never gathered.
 
     Args:
         vocab_parallel_logits: `[..., L]` floating-point, this rank's columns, or a DTensor sharded
@@ -218,15 +216,22 @@ def _sample_all(rows: Tensor, keys: Tensor, shard: VocabShard, filters: _Filters
     if filters.top_p is not None or filters.min_p is not None:
         best = all_max(_local_best(rows, shard), shard.tp_group)
         top = _finite(_order.unpack(best)[0])[:, None]
-    step = max(1, _CHUNK // max(1, shard.global_size))
+    step = max(1, _CHUNK // max(16, shard.global_size))
     parts = [
-        _local_pick(rows[i : i + step], keys[i : i + step], ids, shard, filters,
-                    None if top is None else top[i : i + step])
+        _local_pick(
+            rows[i : i + step],
+            keys[i : i + step],
+            ids,
+            shard,
+            filters,
+            None if top is None else top[i : i + step],
+        )
         for i in range(0, rows.shape[0], step)
     ]
     if not parts:
         return keys.clone()
-    return _global_pick(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), keys, shard)
+    score, token = (torch.cat(part) for part in zip(*parts, strict=True))
+    return _global_pick(score, token, keys, shard)
 
 
 def _local_pick(
@@ -244,7 +249,11 @@ def _local_pick(
         weight = weights(values, top, filters.temperature)
         weight = torch.where(kept, weight, 0)
         kept = nucleus(
-            values, ids, weight, filters.top_p, shard.global_size,
+            values,
+            ids,
+            weight,
+            filters.top_p,
+            shard.global_size,
             lambda x: all_sum(x, shard.tp_group),
         )
     if top is not None and filters.min_p is not None:
@@ -268,7 +277,7 @@ def _global_pick(score: Tensor, ids: Tensor, keys: Tensor, shard: VocabShard) ->
 
 
 def _sample_candidates(rows: Tensor, keys: Tensor, shard: VocabShard, filters: _Filters) -> Tensor:
-    """With top_k: one all_gather of each shard's K best; the rest on the same `[N, K]` everywhere."""
+    """With top_k: gather each shard's K best, then go on with the same `[N, K]` everywhere."""
     assert filters.top_k is not None
     packed = _local_candidates(rows, shard, filters.top_k)
     gathered = all_gather(torch.cat([keys[:, None], packed], 1), shard.tp_group)  # [R, N, 1 + K]

@@ -183,8 +183,8 @@ def bounds_problem(bounds: Sequence[tuple[int, int]], size: int | None) -> str |
     for rank, (start, end) in enumerate(bounds):
         if start != expected:
             where = "0" if rank == 0 else f"{expected}, where rank {rank - 1} ends"
-            return f"{rule}: rank {rank} starts at {start}, not at {where}; got {shown} in rank order"
+            return f"{rule}: rank {rank} starts at {start}, not at {where}; got {shown}"
         expected = end
     if size is not None and expected != size:
-        return f"{rule}, from 0 to global_vocab_size={size}: got {shown} in rank order"
+        return f"{rule}, from 0 to global_vocab_size={size}: got {shown}"
     return None
