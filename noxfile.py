@@ -150,7 +150,8 @@ def environment(
         if not uses_uv(session):
             share_packages(session, constraints)
         built = wheels(session)
-        files = [str(next(built.glob(f"vocabtp_{layer}-*.whl"))) for layer in layers]
+        # none with nox -R, which skips every install
+        files = [str(w) for layer in layers for w in built.glob(f"vocabtp_{layer}-*.whl")]
     session.install("-c", constraints, *group(*groups), *files)
     if files:  # an environment that is used again may hold an older build of the same version
         session.install("--no-deps", "--force-reinstall", *files)
@@ -286,7 +287,9 @@ def demo(session: nox.Session) -> None:
 def device_tests(session: nox.Session, layer: str, device: str) -> None:
     """The tests marked gpu of one layer, with the torch of the interpreter that runs nox."""
     probe = f"import torch; print(torch.{device}.is_available(), torch.__version__)"
-    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    asked = [sys.executable, "-c", probe]
+    env = {k: v for k, v in os.environ.items() if k not in RUN_ENV}
+    found = subprocess.run(asked, capture_output=True, text=True, env=env)
     if not found.stdout.startswith("True"):
         seen = (found.stdout or found.stderr).strip().splitlines() or ["nothing"]
         session.error(f"no {device} device: {sys.executable} answers {seen[-1]!r} to {probe!r}")
