@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,22 +41,9 @@ def read_document(path: Path) -> Document:
     is_json = path.suffix.lower() == ".json"
     values = _json_values(path, text) if is_json else None
     # raw tabs are legal between JSON's tokens and nowhere else in it, but never in YAML
-    loader = yaml.SafeLoader(text.replace("\t", " ") if is_json else text)
-    try:
-        node = loader.get_single_node()
-        lines = _key_lines(path, node)
-        if values is None:
-            values = loader.construct_document(node) if node is not None else None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
-    finally:
-        loader.dispose()
+    node, lines = _compose(path, text.replace("\t", " ") if is_json else text)
+    if values is None and node is not None:
+        values = _construct(path, text)
     if values is None:
         raise ConfigError(f"{path}: the configuration is empty")
     if not isinstance(values, dict):
@@ -63,6 +52,31 @@ def read_document(path: Path) -> Document:
             f"got a {type(values).__name__}"
         )
     return Document(values, lines)
+
+
+def _compose(path: Path, text: str) -> tuple[yaml.Node | None, dict[str, int]]:
+    with _yaml_errors(path):
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        return node, _key_lines(path, node)
+
+
+def _construct(path: Path, text: str) -> Any:
+    with _yaml_errors(path):
+        return yaml.safe_load(text)
+
+
+@contextlib.contextmanager
+def _yaml_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
 
 
 def _json_values(path: Path, text: str) -> Any:

@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("vocabtp.opsd")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MODELS = ("student.model_name_or_path", "teacher.model_name_or_path")
 _FILES = ("data.path", "data.eval_path", "data.chat_template", "deepspeed_config")
 
