@@ -370,19 +370,3 @@ def test_repr_tells_what_it_is():
     assert repr(cache) == "TeacherLogitCache([2, 3], torch.bfloat16)"
     cache.free()
     assert repr(cache) == "TeacherLogitCache([2, 3], torch.bfloat16, freed)"
-
-
-def cached_columns(rank: int, world: int) -> Tensor:
-    """Cache this rank's columns of an uneven vocabulary and fetch them in chunks."""
-    shard = VocabShard.even(10, torch.distributed.group.WORLD)
-    logits = noise(6, 10)[:, shard.start : shard.end]
-    mine = VocabShard(shard.start, shard.end, 10, torch.distributed.group.WORLD)
-    peer = VocabShard(*((4, 8) if rank == 0 else (0, 4)), 10, torch.distributed.group.WORLD)
-    with TeacherLogitCache.store(logits, shard, dtype=torch.float32) as cache:
-        with pytest.raises(ValueError, match="the shard must be the one"):
-            cache.fetch(0, 1, shard=peer)
-        return torch.cat([cache.fetch(at, at + 2, shard=mine) for at in range(0, 6, 2)])
-
-
-def test_each_rank_caches_its_own_columns(ranks):
-    assert same_bits(torch.cat(ranks(cached_columns, 3), dim=1), noise(6, 10))
