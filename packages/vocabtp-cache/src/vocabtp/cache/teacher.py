@@ -81,8 +81,7 @@ class TeacherLogitCache:
                 than `shard.width`.
         """
         _check_source(logits, shard, dtype)
-        # inference mode would mark what is allocated here, and the loss could not save it
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             sequences = logits if logits.dim() == 3 else logits.unsqueeze(0)
             batch, length, width = sequences.shape
             device = logits.device
@@ -137,6 +136,7 @@ class TeacherLogitCache:
                 "TeacherLogitCache.fetch: dtype must be bfloat16, float16, float32 or float64, "
                 f"got {dtype}"
             )
+        # inference mode would mark the chunk, and the loss could not save it for backward
         with torch.inference_mode(False), torch.no_grad():
             arrival = self._arrivals.pop(key, None)
             chunk = self._copy(host, key) if arrival is None else arrival.take()
@@ -165,6 +165,7 @@ class TeacherLogitCache:
         while len(self._arrivals) >= _PREFETCH_DEPTH:
             del self._arrivals[next(iter(self._arrivals))]
         target = key[2]
+        # as in fetch
         with torch.inference_mode(False), torch.no_grad():
             if not is_accelerator(target):
                 self._arrivals[key] = Arrival(self._copy(host, key), None)
