@@ -86,7 +86,7 @@ def test_a_script_runs_on_two_ranks(block, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, "--nproc-per-node=2", str(script)],
-        cwd=tmp_path,
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,

@@ -21,5 +21,12 @@ def on_page_content(content: str, **_: object) -> str:
 def _mathml(found: re.Match[str]) -> str:
     display = "block" if found["kind"] == "[" else "inline"
     tag = found["tag"]
-    formula = convert(html.unescape(found["tex"]).strip(), display=display)
+    # the converter sets a function and its argument without a space
+    tex = (
+        html.unescape(found["tex"])
+        .strip()
+        .replace(r"\log ", r"\log\,")
+        .replace(r"\max ", r"\max\,")
+    )
+    formula = convert(tex, display=display)
     return f"<{tag}>{formula}</{tag}>"
