@@ -19,6 +19,10 @@ import pytest
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+_preload = ["torch", "torch.distributed"]
+_A_MODEL = "transformers.models.qwen2.modeling_qwen2"
+
+
 def _load(path: str, qualname: str):
     """The function by file and name: pickling one breaks under --import-mode=importlib."""
     name = "_rank_" + Path(path).stem
@@ -78,7 +82,7 @@ def ranks(tmp_path):
 
     def call(fn, world, *args, limit=60.0):
         ctx = mp.get_context("forkserver")
-        ctx.set_forkserver_preload(["torch", "torch.distributed"])
+        ctx.set_forkserver_preload(_preload)
         root = str(tmp_path / f"ranks{time.monotonic_ns()}")
         os.makedirs(root)
         place = (fn.__code__.co_filename, fn.__qualname__)
@@ -136,6 +140,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Drop what this run did not ask for: a skipped test would hide a run of nothing."""
+    if any({"vocabtp-opsd", "tests-integration"} & set(i.path.parts) for i in items):
+        # seconds of every rank of every test otherwise
+        _preload.extend(["torch.distributed.tensor.parallel", _A_MODEL])
     wanted = config.getoption("markexpr")
     drop = [m for m in ("gpu", "full") if m not in wanted]
     if config.getoption("--full"):

@@ -1,0 +1,291 @@
+"""A Hugging Face causal LM on this layout, with a head that may be cut over the vocabulary."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vocabtp.dist import VocabShard
+from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.model_files import (
+    check_context,
+    check_heads,
+    check_layout,
+    context_length,
+    read_config,
+    read_model,
+)
+from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.tp_plan import apply_plan, is_tied
+
+if TYPE_CHECKING:
+    from vocabtp.opsd.config import Config, StudentConfig
+
+__all__ = ["LanguageModel", "check_heads", "evaluating", "load_model", "load_models"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """A causal LM and what this rank holds of it.
+
+    Attributes:
+        module: The Hugging Face model, its weights cut over `layout.tp_group` where that helps.
+        shard: The columns of the head that `response_logits` and `next_logits` return.
+        layout: This process's place.
+        name: What messages call the model.
+    """
+
+    module: Any
+    shard: VocabShard
+    layout: Layout
+    name: str
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one parameter."""
+        return is_tied(self.module)
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence that the model was built for; None if it names none."""
+        return context_length(self.module.config)
+
+    def response_logits(
+        self, tokens: Tensor, attention_mask: Tensor, response_mask: Tensor
+    ) -> Tensor:
+        """Logits at the positions that predict response tokens; only those meet the head.
+
+        The token at column `t` is scored by the model's output at column `t - 1`.
+
+        Args:
+            tokens: `[B, T]` ids.
+            attention_mask: `[B, T]`, 1 for tokens and 0 for padding on either side.
+            response_mask: `[B, T]` bool, True on response tokens; never in column 0.
+
+        Returns:
+            `[rows, L]` in the dtype the model computes, rows in the order of
+            `response_mask.nonzero()`; the model's own scaling and soft-capping are in it.
+
+        Raises:
+            ValueError: The shapes differ, or the mask marks column 0.
+        """
+        if not tokens.shape == attention_mask.shape == response_mask.shape or tokens.dim() != 2:
+            raise ValueError(
+                "response_logits: tokens, attention_mask and response_mask must share one [B, T] "
+                f"shape, got {list(tokens.shape)}, {list(attention_mask.shape)} and "
+                f"{list(response_mask.shape)}"
+            )
+        rows, cols = response_mask.nonzero(as_tuple=True)
+        if bool((cols == 0).any()):
+            raise ValueError(
+                "response_logits: response_mask marks column 0, which nothing predicts"
+            )
+        logits, _ = self._logits_at(
+            rows,
+            cols - 1,
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=position_ids(attention_mask),
+            use_cache=False,
+        )
+        return logits
+
+    def next_logits(
+        self, tokens: Tensor, attention_mask: Tensor, cache: Any = None
+    ) -> tuple[Tensor, Any]:
+        """Logits of the token after the last column, and the key-value cache grown by `tokens`.
+
+        Args:
+            tokens: `[B, n]` ids that the cache does not hold yet.
+            attention_mask: `[B, T]` over all columns so far, those in the cache included.
+            cache: What the call before returned; None for the first.
+
+        Returns:
+            `[B, L]` logits and the cache for the next call.
+        """
+        key = _cache_argument(self.module)
+        rows = torch.arange(tokens.shape[0], device=tokens.device)
+        logits, output = self._logits_at(
+            rows,
+            torch.full_like(rows, tokens.shape[1] - 1),
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=position_ids(attention_mask)[:, -tokens.shape[1] :],
+            use_cache=True,
+            **{key: cache},
+        )
+        return logits, getattr(output, key)
+
+    def _logits_at(self, rows: Tensor, cols: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
+        def select(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (args[0][rows, cols].unsqueeze(0), *args[1:])
+
+        # prepend: the hook of a cut head turns its input into a DTensor
+        handle = self.module.get_output_embeddings().register_forward_pre_hook(select, prepend=True)
+        try:
+            output = self.module(**inputs)
+        finally:
+            handle.remove()
+        return output.logits.squeeze(0), output
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """`[B, T]` positions that count tokens only, so that padding on the left shifts nothing."""
+    return (attention_mask.cumsum(-1) - 1).clamp_min(0)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Run a block in evaluation mode, then give every submodule its own mode back."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def load_models(
+    config: Config, layout: Layout, tokenizer_length: int
+) -> tuple[LanguageModel, LanguageModel]:
+    """Load student and teacher; all that their configurations tell is checked before any weight.
+
+    Args:
+        config: The run's configuration.
+        layout: This process's place.
+        tokenizer_length: Ids of the student's tokenizer, `len(tokenizer)`.
+
+    Returns:
+        The student, in training mode, and the frozen teacher, with heads of one layout.
+
+    Raises:
+        ModelError: On every rank.
+    """
+    cut_vocab = config.distillation.loss_backend != "dense"
+    with layout.together():
+        student, teacher = (
+            read_config(config.student, "student"),
+            read_config(config.teacher, "teacher"),
+        )
+        check_heads(student, teacher, tokenizer_length, config)
+        check_context(student, teacher, config)
+        check_layout(config.student, student, "student", layout.tp, cut_vocab)
+        check_layout(config.teacher, teacher, "teacher", layout.tp, cut_vocab)
+    width = tokenizer_length if config.distillation.vocab == "common" else None
+    attention = config.training.attention
+    return (
+        load_model(
+            config.student,
+            layout,
+            trainable=True,
+            cut_vocab=cut_vocab,
+            vocab_width=width,
+            attention=attention,
+            hf_config=student,
+        ),
+        load_model(
+            config.teacher,
+            layout,
+            trainable=False,
+            cut_vocab=cut_vocab,
+            vocab_width=width,
+            attention=attention,
+            hf_config=teacher,
+        ),
+    )
+
+
+def load_model(
+    section: StudentConfig,
+    layout: Layout,
+    *,
+    trainable: bool,
+    cut_vocab: bool = True,
+    vocab_width: int | None = None,
+    attention: str | None = None,
+    hf_config: Any = None,
+) -> LanguageModel:
+    """Load one model, cut it over the tensor-parallel ranks and put it on the device.
+
+    Args:
+        section: `config.student` or `config.teacher`.
+        layout: This process's place.
+        trainable: The student: weights get gradients and the mode is training. Otherwise frozen
+            and in evaluation mode.
+        cut_vocab: Cut embedding and head over the vocabulary; False keeps both whole.
+        vocab_width: Keep only so many ids of embedding and head; None keeps all.
+        attention: Attention implementation; None for the library's choice.
+        hf_config: The model's configuration if it was read already.
+
+    Raises:
+        ModelError: On every rank: no such model, files whose keys or shapes are not the model's,
+            or a layout that the model does not fit.
+    """
+    role = "student" if trainable else "teacher"
+    with layout.together():
+        if hf_config is None:
+            hf_config = read_config(section, role)
+            check_layout(section, hf_config, role, layout.tp, cut_vocab)
+        module = read_model(section, hf_config, role, attention)
+        if vocab_width is not None:
+            _keep_ids(module, vocab_width, role)
+    name = f"{role} {section.model_name_or_path!r}"
+    return place_model(module, layout, name=name, trainable=trainable, cut_vocab=cut_vocab)
+
+
+def place_model(
+    module: Any, layout: Layout, *, name: str, trainable: bool, cut_vocab: bool = True
+) -> LanguageModel:
+    """Cut a whole model that every rank holds, and put it on the device.
+
+    Args:
+        module: A Hugging Face causal LM, equal on all tensor-parallel ranks; changed in place.
+        layout: This process's place.
+        name: What messages call the model.
+        trainable: Whether weights get gradients and the mode is training.
+        cut_vocab: Cut embedding and head over the vocabulary; False keeps both whole.
+    """
+    module.requires_grad_(trainable)
+    module.train(trainable)
+    if layout.mesh is not None and layout.tp > 1:
+        apply_plan(module, layout.mesh["tp"], cut_vocab=cut_vocab, name=name)
+        if cut_vocab:
+            module.generate = _blocked_generate
+    module.to(layout.device)
+    weight = module.get_output_embeddings().weight
+    if isinstance(weight, DTensor):
+        # the widths that were really cut, not a formula of our own
+        shard = VocabShard.resolve(weight.to_local().shape[0], layout.tp_group)
+    else:
+        shard = VocabShard(0, weight.shape[0], weight.shape[0], None)
+    return LanguageModel(module=module, shard=shard, layout=layout, name=name)
+
+
+def _blocked_generate(*_args: Any, **_options: Any) -> NoReturn:
+    raise RuntimeError(
+        "generate() on a head that is cut over ranks would silently return wrong tokens: "
+        "use vocabtp.opsd.rollout.generate"
+    )
+
+
+def _keep_ids(module: Any, width: int, role: str) -> None:
+    have = module.get_output_embeddings().weight.shape[0]
+    if width > have:
+        raise ModelError(f"{role}: {width} ids were asked for, but its head has only {have}")
+    if width < have:
+        # embedding too: what is saved must load again as a model of this width
+        module.resize_token_embeddings(width, mean_resizing=False)
+
+
+def _cache_argument(module: Any) -> str:
+    # transformers renames past_key_values to cache on the way to 5.40
+    names = inspect.signature(type(module).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"

@@ -1,0 +1,191 @@
+"""Read a Hugging Face model from a directory or the hub, and refuse early what cannot train.
+
+Everything that a model's configuration tells is checked before any weight is read: the layout
+against the attention heads, the two heads' widths, the context lengths.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.tp_plan import module_roles
+
+if TYPE_CHECKING:
+    from vocabtp.opsd.config import Config, StudentConfig
+
+# the library is annotated in parts only
+_auto_model: Any = AutoModelForCausalLM
+_hf_logging: Any = logging
+_MAX_KEYS_SHOWN = 3
+
+
+def read_config(section: StudentConfig, role: str) -> Any:
+    """The model's Hugging Face configuration.
+
+    Args:
+        section: `config.student` or `config.teacher`.
+        role: `"student"` or `"teacher"`, for messages.
+
+    Raises:
+        ModelError: There is no such model, or its configuration cannot be read.
+    """
+    path = Path(section.model_name_or_path).expanduser()
+    looks_local = path.is_absolute() or section.model_name_or_path.startswith((".", "~"))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"{role}.model_name_or_path: the directory {str(path)!r} has no config.json"
+            )
+    elif looks_local or path.exists():
+        raise ModelError(f"{role}.model_name_or_path: there is no directory {str(path)!r}")
+    with _one_line(section, role, "cannot read its configuration"):
+        return AutoConfig.from_pretrained(
+            _source(section), trust_remote_code=section.trust_remote_code
+        )
+
+
+def read_model(section: StudentConfig, config: Any, role: str, attention: str | None) -> Any:
+    """The model with its weights on the CPU, whole, in evaluation mode.
+
+    Args:
+        section: `config.student` or `config.teacher`.
+        config: What `read_config` returned.
+        role: `"student"` or `"teacher"`, for messages.
+        attention: Attention implementation; None for the library's choice.
+
+    Raises:
+        ModelError: No safetensors file, or its keys or shapes are not exactly the model's.
+    """
+    options = {} if attention is None else {"attn_implementation": attention}
+    with _one_line(section, role, "cannot load its weights"), _quiet_unless_first_rank():
+        model, report = _auto_model.from_pretrained(
+            _source(section),
+            config=config,
+            dtype=getattr(torch, section.dtype),
+            trust_remote_code=section.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    for what in ("missing", "unexpected", "mismatched"):
+        if keys := sorted(str(key) for key in report[f"{what}_keys"]):
+            more = f" and {len(keys) - _MAX_KEYS_SHOWN} more" if len(keys) > _MAX_KEYS_SHOWN else ""
+            raise ModelError(
+                f"{role} {section.model_name_or_path!r}: {what} weights in its files: "
+                f"{', '.join(keys[:_MAX_KEYS_SHOWN])}{more}"
+            )
+    return model
+
+
+def check_layout(section: StudentConfig, config: Any, role: str, tp: int, cut_vocab: bool) -> None:
+    """Refuse a model that tensor parallelism cannot cut, from its configuration alone.
+
+    Raises:
+        ModelError: As `vocabtp.opsd.tp_plan.module_roles`.
+    """
+    if tp == 1:
+        return
+    with _one_line(section, role, "cannot build it"), torch.device("meta"):
+        skeleton = _auto_model.from_config(config, trust_remote_code=section.trust_remote_code)
+    module_roles(skeleton, tp, cut_vocab=cut_vocab, name=f"{role} {section.model_name_or_path!r}")
+
+
+def check_heads(student: Any, teacher: Any, tokenizer_length: int, config: Config) -> None:
+    """Refuse heads that cannot be compared column by column, or that lack a token's column.
+
+    Args:
+        student: The student's Hugging Face configuration.
+        teacher: The teacher's.
+        tokenizer_length: Ids of the tokenizer, `len(tokenizer)`.
+        config: `distillation.vocab` is read.
+
+    Raises:
+        ModelError: The widths differ with `vocab: own`, or one is below `tokenizer_length`.
+    """
+    widths = {"student": head_width(student), "teacher": head_width(teacher)}
+    for role, width in widths.items():
+        if width < tokenizer_length:
+            raise ModelError(
+                f"{role} {getattr(config, role).model_name_or_path!r}: its head has {width} "
+                f"columns, but the tokenizer has {tokenizer_length} ids"
+            )
+    if config.distillation.vocab == "own" and widths["student"] != widths["teacher"]:
+        raise ModelError(
+            f"the student's head has {widths['student']} columns and the teacher's "
+            f"{widths['teacher']}, with a tokenizer of {tokenizer_length} ids: set "
+            "distillation.vocab to common to cut both to the tokenizer's ids"
+        )
+
+
+def check_context(student: Any, teacher: Any, config: Config) -> None:
+    """Refuse prompts and answers that are longer than a model's context.
+
+    An answer may be cut at the student's context; the teacher must be able to read all of it.
+
+    Raises:
+        ModelError: The message names the lengths and the keys.
+    """
+    prompt, response = config.rollout.max_prompt_length, config.rollout.max_response_length
+    own, other = context_length(student), context_length(teacher)
+    if own is not None and prompt > own:
+        raise ModelError(
+            f"rollout.max_prompt_length is {prompt}, but the student's context is {own} tokens"
+        )
+    longest = prompt + response if own is None else min(own, prompt + response)
+    if other is not None and longest > other:
+        raise ModelError(
+            f"prompt and answer can have {longest} tokens, but the teacher's context is {other}: "
+            "lower rollout.max_prompt_length or rollout.max_response_length"
+        )
+
+
+def head_width(config: Any) -> int:
+    """Columns of the LM head."""
+    return int(config.get_text_config().vocab_size)
+
+
+def context_length(config: Any) -> int | None:
+    """Longest sequence that the model was built for; None if it names none."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _source(section: StudentConfig) -> str:
+    path = Path(section.model_name_or_path).expanduser()
+    return str(path) if path.is_dir() else section.model_name_or_path
+
+
+@contextmanager
+def _one_line(section: StudentConfig, role: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except ModelError:
+        raise
+    # the library raises OSError, ValueError, RuntimeError, KeyError, ImportError and those of
+    # safetensors, huggingface_hub and any remote code
+    except Exception as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise ModelError(
+            f"{role} {section.model_name_or_path!r}: {what}: {type(error).__name__}: {reason[:300]}"
+        ) from error
+
+
+@contextmanager
+def _quiet_unless_first_rank() -> Iterator[None]:
+    hide = os.environ.get("RANK", "0") != "0" and _hf_logging.is_progress_bar_enabled()
+    if hide:
+        _hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            _hf_logging.enable_progress_bar()

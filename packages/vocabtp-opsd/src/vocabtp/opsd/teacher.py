@@ -1,0 +1,93 @@
+"""The frozen teacher: scores the student's answers and leaves the scores in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from vocabtp.cache import TeacherLogitCache
+from vocabtp.opsd.model import LanguageModel, evaluating
+from vocabtp.opsd.rollout import Rollout, left_padded
+
+
+class Teacher:
+    """Scores rollouts with a model that never learns.
+
+    The model may be the student's own module (self-distillation): its training mode and its
+    gradients are then left as they are.
+
+    Args:
+        model: The teacher; its head has the student's layout.
+        student: The model in training. Unless both share one module, the teacher is frozen.
+        offload_to_cpu: Keep the weights in host memory between two passes.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        student: LanguageModel | None = None,
+        offload_to_cpu: bool = False,
+    ) -> None:
+        self.model = model
+        self._shared = student is not None and student.module is model.module
+        self._offload = offload_to_cpu and not self._shared and model.layout.device.type != "cpu"
+        if not self._shared:
+            model.module.requires_grad_(False)
+            model.module.eval()
+        if self._offload:
+            model.module.to("cpu")
+
+    def score(
+        self, rollout: Rollout, teacher_prompts: Sequence[Sequence[int]] | None = None
+    ) -> TeacherLogitCache:
+        """The teacher's logits for every response token, packed row by row as the student's.
+
+        Args:
+            rollout: One micro-batch.
+            teacher_prompts: A prompt of the teacher's own for each sample, of any length; None for
+                the student's.
+
+        Returns:
+            A cache of `[rows, L]` in the dtype of the teacher's weights; the caller frees it.
+
+        Raises:
+            ValueError: The number of teacher prompts is not the number of samples.
+        """
+        tokens, attention_mask, response_mask = self._batch(rollout, teacher_prompts)
+        module = self.model.module
+        with torch.no_grad(), evaluating(module), self._on_device():
+            logits = self.model.response_logits(tokens, attention_mask, response_mask)
+        return TeacherLogitCache.store(logits, shard=self.model.shard, dtype=module.dtype)
+
+    def _batch(
+        self, rollout: Rollout, prompts: Sequence[Sequence[int]] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if prompts is None:
+            return rollout.tokens, rollout.attention_mask, rollout.response_mask
+        if len(prompts) != len(rollout):
+            raise ValueError(
+                f"Teacher.score: {len(prompts)} teacher prompts for {len(rollout)} samples"
+            )
+        tokens, mask = left_padded(prompts, 0, rollout.tokens.device)
+        start = rollout.prompt_width
+        return (
+            torch.cat([tokens, rollout.tokens[:, start:]], dim=1),
+            torch.cat([mask, rollout.attention_mask[:, start:]], dim=1),
+            torch.cat([torch.zeros_like(mask).bool(), rollout.response_mask[:, start:]], dim=1),
+        )
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if not self._offload:
+            yield
+            return
+        module = self.model.module
+        module.to(self.model.layout.device)
+        try:
+            yield
+        finally:
+            module.to("cpu")
