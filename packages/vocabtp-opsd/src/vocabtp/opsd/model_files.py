@@ -66,7 +66,7 @@ def read_model(section: StudentConfig, config: Any, role: str, attention: str | 
         ModelError: No safetensors file, or its keys or shapes are not exactly the model's.
     """
     options = {} if attention is None else {"attn_implementation": attention}
-    with _one_line(section, role, "cannot load its weights"), _quiet_unless_first_rank():
+    with _one_line(section, role, "cannot load its weights"), _quiet():
         model, report = _auto_model.from_pretrained(
             _source(section),
             config=config,
@@ -74,10 +74,12 @@ def read_model(section: StudentConfig, config: Any, role: str, attention: str | 
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            # reported like the other keys, instead of an error that names none
+            ignore_mismatched_sizes=True,
             **options,
         )
     for what in ("missing", "unexpected", "mismatched"):
-        if keys := sorted(str(key) for key in report[f"{what}_keys"]):
+        if keys := sorted(map(_key_text, report[f"{what}_keys"])):
             more = f" and {len(keys) - _MAX_KEYS_SHOWN} more" if len(keys) > _MAX_KEYS_SHOWN else ""
             raise ModelError(
                 f"{role} {section.model_name_or_path!r}: {what} weights in its files: "
@@ -159,6 +161,13 @@ def context_length(config: Any) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
+def _key_text(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    name, found, wanted = key
+    return f"{name} (shape {list(found)} instead of {list(wanted)})"
+
+
 def _source(section: StudentConfig) -> str:
     path = Path(section.model_name_or_path).expanduser()
     return str(path) if path.is_dir() else section.model_name_or_path
@@ -180,12 +189,16 @@ def _one_line(section: StudentConfig, role: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_unless_first_rank() -> Iterator[None]:
-    hide = os.environ.get("RANK", "0") != "0" and _hf_logging.is_progress_bar_enabled()
-    if hide:
+def _quiet() -> Iterator[None]:
+    """No table of wrong keys, which our own line replaces, and one progress bar for all ranks."""
+    level = _hf_logging.get_verbosity()
+    bar = os.environ.get("RANK", "0") != "0" and _hf_logging.is_progress_bar_enabled()
+    _hf_logging.set_verbosity_error()
+    if bar:
         _hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if hide:
+        _hf_logging.set_verbosity(level)
+        if bar:
             _hf_logging.enable_progress_bar()
