@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import annotated_types as at
 from pydantic.fields import FieldInfo
 
-from vocabtp.opsd._schema import Section, Sections
+from vocabtp.opsd._fields import Section
+from vocabtp.opsd._schema import Sections
 
 
 class KeyReference(NamedTuple):

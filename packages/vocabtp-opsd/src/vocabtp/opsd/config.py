@@ -25,6 +25,7 @@ import yaml
 from pydantic import ValidationError
 
 from vocabtp.opsd._document import Document, read_document
+from vocabtp.opsd._fields import RuleError
 from vocabtp.opsd._keys import KeyReference, nearest, reference, sections
 from vocabtp.opsd._schema import (
     TOKENIZER_TEMPLATE,
@@ -32,13 +33,12 @@ from vocabtp.opsd._schema import (
     DistillationConfig,
     ParallelConfig,
     RolloutConfig,
-    RuleError,
     Sections,
     StudentConfig,
     TeacherConfig,
-    TrainingConfig,
     template_fields,
 )
+from vocabtp.opsd._training import TrainingConfig
 from vocabtp.opsd._wording import value_problem
 from vocabtp.opsd.errors import ConfigError
 
