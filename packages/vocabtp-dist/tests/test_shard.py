@@ -133,5 +133,5 @@ def test_every_rank_raises_the_same(ranks):
 
 def test_agree_alone_needs_no_group():
     agree({"rows": 3}, what="f", group=None)
-    with pytest.raises(ValueError, match="^f: bad luck$"):
+    with pytest.raises(ValueError, match=r"^f: bad luck$"):
         agree({}, what="f", group=None, error="bad luck")
