@@ -69,9 +69,11 @@ def test_this_tree_keeps_every_contract():
         ("kernels", "import transformers"),
         ("dist", "from transformers.utils import logging"),
         ("cache", "def f():\n    import deepspeed\n    return deepspeed"),
+        ("dist", "from vocabtp.kernels import _eager"),
+        ("opsd", "import vocabtp.kernels._autograd"),
     ],
 )
-def test_import_linter_is_red_on_an_import_that_goes_up(tree, layer, code):
+def test_import_linter_is_red_on_an_import_that_breaks_a_contract(tree, layer, code):
     plant(tree, layer, code)
     done = lint_imports(tree)
     assert done.returncode == 1, done.stdout
@@ -95,6 +97,59 @@ def test_ruff_is_red_on_torch_distributed_in_kernels(tree, code):
     assert done.returncode == 1
     assert "planted.py" in done.stdout
     assert "belongs to vocabtp.dist" in done.stdout
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_ruff_reads_every_layer(tree, layer):
+    """Its default excludes hold the name "dist"."""
+    plant(tree, layer, "import os")
+    run = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=F401", "."]
+    done = subprocess.run(run, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"vocabtp/{layer}/planted.py" in done.stdout
+
+
+def distributed_uses(packages: Path) -> list[str]:
+    """Run-time uses of torch.distributed below opsd, collectives.py aside."""
+    found = []
+    for file in sorted(packages.glob("*/src/vocabtp/**/*.py")):
+        if "opsd" in file.parts or file.name == "collectives.py":
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        guarded = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            for statement in node.body
+            for inner in ast.walk(statement)
+        }
+        for node in ast.walk(tree):
+            if node in guarded or not isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute):
+                continue
+            if re.search(
+                r"\btorch\.distributed\b|from torch import .*\bdistributed\b", ast.unparse(node)
+            ):
+                found.append(f"{file.name}:{node.lineno}")
+    return sorted(set(found))
+
+
+def test_collectives_alone_uses_torch_distributed():
+    assert distributed_uses(ROOT / "packages") == []
+
+
+@pytest.mark.parametrize("layer", ["dist", "cache"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed as d",
+        "from torch import distributed",
+        "from torch.distributed.tensor import DTensor",
+        "import torch\n\n\ndef f(x):\n    torch.distributed.all_reduce(x)",
+    ],
+)
+def test_another_user_of_torch_distributed_is_named(tree, layer, code):
+    plant(tree, layer, code)
+    assert [use.partition(":")[0] for use in distributed_uses(tree / "packages")] == ["planted.py"]
 
 
 def private_imports(packages: Path) -> list[str]:
