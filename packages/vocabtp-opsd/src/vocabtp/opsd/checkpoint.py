@@ -1,0 +1,317 @@
+"""Checkpoints that are either whole or not there, and a resume that is exact.
+
+    checkpoints/step-00000004/
+        .metadata, __0_0.distcp, ...   model, optimizer and RNG tensors (torch.distributed.checkpoint)
+        state.json                     step, counters, the configuration, the data's fingerprint
+        COMPLETE                       names and sizes of the files above, written last
+
+A checkpoint is written under the name `step-00000004.partial`, flushed to disk and renamed. What
+is not named so, lacks COMPLETE, or does not hold what COMPLETE lists, is passed over on resume.
+Tensors carry qualified parameter names, so that another layout can read them; a tied weight is
+stored once. Only tensors are pickled, and they are read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PosixPath, WindowsPath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from vocabtp.opsd.engine import Engine
+from vocabtp.opsd.errors import CheckpointError
+from vocabtp.opsd.model import LanguageModel
+from vocabtp.opsd.parallel import Layout
+
+_NAME = re.compile(r"step-(\d{8})")
+_MARK = "COMPLETE"
+_STATE = "state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a checkpoint says beside its tensors."""
+
+    step: int  # optimizer steps done
+    counters: dict[str, float] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)  # fingerprint of each data file
+    layout: dict[str, int] = field(default_factory=dict)
+    before: dict[str, Any] | None = None  # the evaluation before the first step
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        root: The directory that holds them, the same for all ranks.
+        layout: The ranks.
+        keep: How many to keep; older ones are removed after a new one is whole.
+    """
+
+    def __init__(self, root: Path, layout: Layout, keep: int) -> None:
+        self.root, self.layout, self.keep = root, layout, max(1, keep)
+        self.lead = layout.dp_rank == 0 and layout.tp_rank == 0
+        self.alone = layout.tp * layout.dp == 1
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint after so many steps is, or would be."""
+        return self.root / f"step-{step:08d}"
+
+    def save(self, module: nn.Module, engine: Engine, saved: Saved) -> Path:
+        """Write a checkpoint; every rank takes part.
+
+        Returns:
+            Its final directory.
+
+        Raises:
+            CheckpointError: On every rank, when any rank could not write.
+        """
+        final = self.path(saved.step)
+        partial = final.with_name(final.name + ".partial")
+        self._lead("prepare", lambda: _fresh(partial))
+        tensors = model_tensors(module) | engine.state_tensors() | self._rng()
+        with _one_line(f"{partial}: could not be written"):
+            dcp.save(
+                tensors,
+                storage_writer=FileSystemWriter(str(partial), sync_files=True),
+                no_dist=self.alone,
+            )
+        self._lead("finish", lambda: self._finish(partial, final, saved))
+        return final
+
+    def latest(self, say: Callable[[str], None]) -> Path | None:
+        """The newest whole checkpoint, chosen by rank 0 for all.
+
+        Args:
+            say: Told, on rank 0, why each newer one was passed over.
+        """
+        choice: list[str | None] = [None]
+        if self.lead:
+            for path in sorted(self.root.glob("step-*"), reverse=True):
+                fault = _fault(path)
+                if not fault:
+                    choice[0] = str(path)
+                    break
+                say(f"checkpoint {path} passed over: {fault}")
+        if not self.alone:
+            dist.broadcast_object_list(choice, src=0, group=self.layout.world_group)
+        return Path(choice[0]) if choice[0] else None
+
+    def load(self, path: Path, module: nn.Module, engine: Engine | None) -> None:
+        """Read model, optimizer and, at the layout that wrote them, random states.
+
+        Args:
+            path: A whole checkpoint, from `latest`.
+            module: The student.
+            engine: None to read the weights alone.
+
+        Raises:
+            CheckpointError: On every rank, when a file cannot be read or a tensor is missing.
+        """
+        with _one_line(f"{path}: could not be read"):
+            reader = _Reader(str(path))
+            known = reader.read_metadata().state_dict_metadata
+            model = model_tensors(module)
+            if missing := sorted(set(model) - set(known)):
+                raise CheckpointError(f"{path}: has no tensor {missing[0]!r} for the student")
+            rng, state = {}, {}
+            if engine is not None:
+                rng = {name: value for name, value in self._rng().items() if name in known}
+                state = engine.empty_state([name for name in known if name.startswith("optimizer.")])
+            dcp.load(model | state | rng, storage_reader=reader, no_dist=self.alone)
+        if engine is not None:
+            engine.load_state_tensors(state)
+            self._set_rng(rng)
+
+    def _finish(self, partial: Path, final: Path, saved: Saved) -> None:
+        _write(partial / _STATE, json.dumps(vars(saved), indent=1))
+        sizes = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
+        _write(partial / _MARK, json.dumps(sizes, indent=1))
+        _sync_directory(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync_directory(self.root)
+        whole = [p for p in sorted(self.root.glob("step-*")) if not _fault(p)]
+        for old in whole[: -self.keep]:
+            shutil.rmtree(old)
+
+    def _lead(self, what: str, act: Callable[[], object]) -> None:
+        """Let rank 0 act; its failure becomes the same error on every rank."""
+        failure: list[str | None] = [None]
+        if self.lead:
+            try:
+                act()
+            except OSError as error:
+                failure[0] = f"{self.root}: could not {what} a checkpoint: {error}"
+        if not self.alone:
+            dist.broadcast_object_list(failure, src=0, group=self.layout.world_group)
+        if failure[0]:
+            raise CheckpointError(failure[0])
+
+    def _rng(self) -> dict[str, Tensor]:
+        rank = self.layout.dp_rank * self.layout.tp + self.layout.tp_rank
+        key = f"rng.tp{self.layout.tp}.dp{self.layout.dp}.rank{rank}"
+        out = {f"{key}.cpu": torch.get_rng_state()}
+        if self.layout.device.type != "cpu":
+            module = torch.get_device_module(self.layout.device)
+            out[f"{key}.device"] = module.get_rng_state(self.layout.device)
+        return out
+
+    def _set_rng(self, rng: Mapping[str, Tensor]) -> None:
+        for name, value in rng.items():
+            if name.endswith(".cpu"):
+                torch.set_rng_state(value)
+            else:
+                module = torch.get_device_module(self.layout.device)
+                module.set_rng_state(value, self.layout.device)
+
+
+def export_model(model: LanguageModel, tokenizer: Any, path: Path) -> Path:
+    """Write a plain Hugging Face directory; every rank takes part.
+
+    Args:
+        model: The student.
+        tokenizer: Saved beside it.
+        path: A directory that does not exist yet, or is empty.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: On every rank: the directory is not empty or cannot be written.
+    """
+    layout = model.layout
+    with layout.together():
+        if layout.is_main and path.is_dir() and any(path.iterdir()):
+            raise CheckpointError(f"{path}: is not empty; name a new directory to export to")
+    whole: dict[str, Tensor] = {}
+    for name, tensor in model_tensors(model.module).items():
+        # every rank gathers, one keeps: one tensor at a time is whole on a device
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if layout.is_main:
+            whole[name.removeprefix("model.")] = full.detach().cpu()
+    with layout.together():
+        if layout.is_main:
+            path.mkdir(parents=True, exist_ok=True)
+            model.module.save_pretrained(path, state_dict=whole)
+            tokenizer.save_pretrained(path)
+    return path
+
+
+def read_saved(path: Path) -> Saved:
+    """What a whole checkpoint says beside its tensors."""
+    return Saved(**json.loads((path / _STATE).read_text("utf-8")))
+
+
+def model_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a tied weight once."""
+    once = dict(module.named_parameters())
+    shared = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(once)
+    state = module.state_dict()
+    return {
+        f"model.{name}": value
+        for name, value in state.items()
+        if name not in shared and isinstance(value, Tensor)
+    }
+
+
+def _fault(path: Path) -> str:
+    """Why this directory is not a whole checkpoint; empty if it is one."""
+    if path.name.endswith(".partial"):
+        return "its writer did not finish"
+    if not _NAME.fullmatch(path.name):
+        return "its name is not that of a checkpoint"
+    try:
+        sizes = json.loads((path / _MARK).read_text("utf-8"))
+    except FileNotFoundError:
+        return f"it has no file {_MARK}"
+    except (OSError, ValueError) as error:
+        return f"its file {_MARK} cannot be read: {error}"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"file {name} is missing"
+        if file.stat().st_size != size:
+            return f"file {name} has {file.stat().st_size} bytes instead of {size}"
+    return ""
+
+
+def _fresh(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turn what torch raises, on all ranks alike, into one line for the user."""
+    try:
+        with warnings.catch_warnings():
+            # a single process is not a mistake
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointError:
+        raise
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"{what}: rank {rank}: {cause}") from error
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{what}: {error}") from error
+
+
+_HARMLESS = (torch.Size, torch.serialization._get_layout, PosixPath, WindowsPath, OrderedDict)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds what the metadata of a checkpoint is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it belongs to torch's own description of tensors."""
+        found = super().find_class(module, name)
+        described = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
+        if described or found in _HARMLESS or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"metadata refers to {module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    """Reads tensors with `weights_only`, and the metadata without running code it may name."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """The metadata that all ranks plan their reads from."""
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

@@ -1,0 +1,46 @@
+"""What the trainer asks of an engine, whatever library it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What every rank knows after a step; the same on all of them."""
+
+    applied: bool  # False: no weight moved
+    reason: str  # why not; empty when applied
+    grad_norm: float  # before clipping; NaN when the step had no gradient at all
+    learning_rate: float  # of this step
+    reports: Tensor  # [dp, F] fp64: what each data-parallel rank reported, in rank order
+    ranks: Tensor  # [world, G] fp64: what each rank reported for itself
+
+
+class Engine(Protocol):
+    """Accumulates gradients and steps.
+
+    A loss handed to `backward` is already divided by the tokens of the whole optimizer step: an
+    engine adds gradients up, over micro-batches and data-parallel ranks, and averages nothing.
+    """
+
+    def backward(self, loss: Tensor) -> None:
+        """Add this micro-batch's gradient. A rank may call it any number of times, also never."""
+
+    def step(
+        self, index: int, *, tokens: int, report: Sequence[float], own: Sequence[float]
+    ) -> StepResult:
+        """Apply optimizer step `index` (from 0), or skip it on all ranks alike."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything a resume needs beside the model, by qualified parameter name."""
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_tensors` gave."""
+
+    def empty_state(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors to read the saved entries `names` into, placed as this engine holds them."""

@@ -1,0 +1,340 @@
+"""AdamW or SGD in plain PyTorch, tensor parallel and data parallel.
+
+The optimizer never sees a DTensor. Each parameter has one *slot*: a plain leaf tensor that is the
+parameter's local storage itself, or an fp32 master copy of it when the parameter is bf16 or fp16.
+Optimizers here are element-wise, so local shards and replicas update exactly as the dense
+parameter would, fused and foreach kernels work, and the step costs no DTensor dispatch.
+
+Collectives of a step, with P the parameters: one all_reduce over the data-parallel group a bucket
+of P's gradients (none with dp = 1), and one all_gather of a few numbers over the world, from which
+every rank computes the same norm and the same decision in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vocabtp.opsd.config import TrainingConfig
+from vocabtp.opsd.parallel import Layout
+from .base import StepResult
+from .schedule import Schedule
+
+BUCKET_ELEMENTS = 16 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One parameter, and the plain tensor that the optimizer updates in its place."""
+
+    name: str
+    param: nn.Parameter
+    leaf: Tensor  # the local storage of `param`, or its fp32 master
+    master: bool
+
+    @property
+    def sharded(self) -> bool:
+        return isinstance(self.param, DTensor) and any(
+            place.is_shard() for place in self.param.placements
+        )
+
+
+class TorchEngine:
+    """The engine over plain PyTorch optimizers.
+
+    Args:
+        module: The student; parameters may be DTensors of a one-dimensional tensor-parallel mesh.
+        config: The `training` section.
+        layout: The ranks.
+        total_steps: Optimizer steps of the whole run, for the schedule.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: TrainingConfig, layout: Layout, total_steps: int
+    ) -> None:
+        self.layout = layout
+        self.max_grad_norm = config.max_grad_norm or 0.0
+        self.schedule = Schedule(
+            kind=config.lr_scheduler,
+            peak=config.learning_rate,
+            warmup=config.warmup_steps,
+            total=total_steps,
+        )
+        # named_parameters names a tied weight once: one slot, one optimizer state
+        self.slots = [
+            _slot(name, param) for name, param in module.named_parameters() if param.requires_grad
+        ]
+        self.optimizer = _optimizer(self.slots, config)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add this micro-batch's gradient, in fp32 for parameters with a master copy."""
+        torch.autograd.backward(loss)
+        for slot in self.slots:
+            if slot.master and slot.param.grad is not None:
+                grad = _local_grad(slot.param).float()
+                slot.leaf.grad = grad if slot.leaf.grad is None else slot.leaf.grad.add_(grad)
+                slot.param.grad = None
+
+    def step(
+        self, index: int, *, tokens: int, report: Sequence[float], own: Sequence[float]
+    ) -> StepResult:
+        """Reduce, agree, clip and step; or skip on all ranks alike.
+
+        Args:
+            index: The optimizer step, from 0.
+            tokens: Response tokens of the step over all ranks, the same number on every rank.
+            report: Numbers of this data-parallel rank, equal on its tensor-parallel peers; the
+                first one is its share of the loss.
+            own: Numbers of this very rank.
+
+        Returns:
+            The outcome, equal on all ranks. The step is skipped when it has no response token or
+            when its loss or gradient norm is not finite.
+        """
+        for slot in self.slots:
+            if not slot.master and slot.param.grad is not None:
+                slot.leaf.grad = _local_grad(slot.param)
+        if tokens:
+            self._reduce()
+        sharded, replicated = self._squares()
+        gathered = self._gather([sharded, replicated, *report, *own])
+        norm, reports = self._agree(gathered, len(report))
+        rate = self.schedule(index)
+        reason = _refusal(tokens, norm, reports[:, 0])
+        if not reason:
+            self._apply(norm, rate)
+        self.zero_grad()
+        return StepResult(
+            applied=not reason,
+            reason=reason,
+            grad_norm=norm if tokens else math.nan,
+            learning_rate=rate,
+            reports=reports,
+            ranks=gathered[:, 2 + len(report) :],
+        )
+
+    def zero_grad(self) -> None:
+        """Drop what was accumulated."""
+        for slot in self.slots:
+            slot.param.grad = slot.leaf.grad = None
+
+    def _apply(self, norm: float, rate: float) -> None:
+        if self.max_grad_norm and norm > self.max_grad_norm:
+            grads = [slot.leaf.grad for slot in self.slots if slot.leaf.grad is not None]
+            torch._foreach_mul_(grads, self.max_grad_norm / norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        with torch.no_grad():
+            for slot in self.slots:
+                if slot.master:
+                    _local(slot.param).copy_(slot.leaf)
+
+    def _reduce(self) -> None:
+        """Add gradients up over the data-parallel ranks.
+
+        A rank without response tokens has no gradients and adds zeros. A parameter that no rank
+        has a gradient for keeps none, so that weight decay does not move it.
+        """
+        if self.layout.dp == 1:
+            return
+        has = [slot.leaf.grad is not None for slot in self.slots]
+        counts = torch.tensor(has, dtype=torch.float32, device=self.layout.device)
+        for bucket in _buckets(self.slots):
+            grads = [
+                torch.zeros_like(self.slots[i].leaf)
+                if (grad := self.slots[i].leaf.grad) is None
+                else grad
+                for i in bucket
+            ]
+            # the flags ride along with the last bucket
+            flags = [counts.to(grads[0].dtype)] if bucket[-1] == len(self.slots) - 1 else []
+            flat = torch.cat([g.reshape(-1) for g in grads] + flags)
+            dist.all_reduce(flat, group=self.layout.dp_group)
+            for i, part in zip(
+                bucket, flat.split([g.numel() for g in grads] + [f.numel() for f in flags]),
+                strict=False,
+            ):
+                self.slots[i].leaf.grad = part.view_as(self.slots[i].leaf)
+            if flags:
+                counts = flat[-len(self.slots) :]
+        for slot, count in zip(self.slots, counts.tolist(), strict=True):
+            if not count:
+                slot.leaf.grad = None
+
+    def _squares(self) -> tuple[float, float]:
+        """Sums of squares of this rank's gradients: of shards, and of what every rank holds."""
+        sums = []
+        for kind in (True, False):
+            grads = [
+                slot.leaf.grad
+                for slot in self.slots
+                if slot.sharded is kind and slot.leaf.grad is not None and slot.leaf.numel()
+            ]
+            norms = torch._foreach_norm(grads) if grads else []
+            sums.append(
+                torch.stack(norms).double().square().sum()
+                if norms
+                else torch.zeros((), dtype=torch.float64, device=self.layout.device)
+            )
+        both: list[float] = torch.stack(sums).tolist()
+        return both[0], both[1]
+
+    def _gather(self, numbers: Sequence[float]) -> Tensor:
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.layout.device)
+        if self.layout.tp * self.layout.dp == 1:
+            return mine[None].cpu()
+        parts = [torch.empty_like(mine) for _ in range(self.layout.tp * self.layout.dp)]
+        dist.all_gather(parts, mine, group=self.layout.world_group)
+        return torch.stack(parts).cpu()
+
+    def _agree(self, gathered: Tensor, width: int) -> tuple[float, Tensor]:
+        """The gradient norm and one report for each data-parallel rank."""
+        by_rank = gathered.view(self.layout.dp, self.layout.tp, -1)
+        # reduced gradients are the same on every replica: shards of replica 0, plus its replicas
+        square = float(by_rank[0, :, 0].sum() + by_rank[0, 0, 1])
+        # a replica that saw something else than replica 0 must not go on as if it had not
+        finite = bool(torch.isfinite(gathered[:, :2]).all())
+        norm = math.sqrt(square) if finite and square >= 0 else math.nan
+        return norm, by_rank[:, 0, 2 : 2 + width]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Optimizer state by `optimizer.<parameter>.<entry>`, placed as the parameter is."""
+        out: dict[str, Tensor] = {}
+        for slot in self.slots:
+            if slot.master:
+                out[f"optimizer.{slot.name}.master"] = _placed(slot.param, slot.leaf)
+            for key, value in self.optimizer.state.get(slot.leaf, {}).items():
+                if isinstance(value, Tensor):
+                    out[f"optimizer.{slot.name}.{key}"] = _placed(slot.param, value)
+        return out
+
+    def empty_state(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors to read the saved entries `names` into."""
+        out: dict[str, Tensor] = {}
+        wanted = set(names)
+        for slot in self.slots:
+            for key in ("master", *_STATE):
+                if (name := f"optimizer.{slot.name}.{key}") in wanted:
+                    empty = (
+                        torch.zeros((), dtype=torch.float32)
+                        if key == "step"
+                        else torch.zeros_like(slot.leaf.detach())
+                    )
+                    out[name] = _placed(slot.param, empty)
+        return out
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Take over saved entries; a parameter without any has never been stepped."""
+        for slot in self.slots:
+            found = {
+                key: _local(state[name])
+                for key in ("master", *_STATE)
+                if (name := f"optimizer.{slot.name}.{key}") in state
+            }
+            master = found.pop("master", None)
+            if slot.master:
+                with torch.no_grad():
+                    source = _local(slot.param).float() if master is None else master
+                    slot.leaf.copy_(source)
+            self.optimizer.state.pop(slot.leaf, None)
+            if found:
+                self.optimizer.state[slot.leaf] = found
+
+
+_STATE = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def _slot(name: str, param: nn.Parameter) -> _Slot:
+    local = _local(param)
+    if param.dtype in (torch.bfloat16, torch.float16):
+        return _Slot(name, param, local.float().requires_grad_(), master=True)
+    # the same storage: a step on the leaf is a step on the parameter
+    return _Slot(name, param, local.detach().requires_grad_(), master=False)
+
+
+def _optimizer(slots: Sequence[_Slot], config: TrainingConfig) -> torch.optim.Optimizer:
+    """Weight decay on matrices only, never on norms and biases."""
+    decay = [slot.leaf for slot in slots if slot.leaf.ndim > 1]
+    plain = [slot.leaf for slot in slots if slot.leaf.ndim <= 1]
+    groups = [
+        {"params": params, "weight_decay": amount}
+        for params, amount in ((decay, config.weight_decay), (plain, 0.0))
+        if params
+    ]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate)
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.adam_betas[0], config.adam_betas[1]),
+        eps=config.adam_eps,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank stores, sharing its memory."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _local_grad(param: nn.Parameter) -> Tensor:
+    """The local gradient, placed as the parameter is.
+
+    An untied vocabulary-sharded embedding hands back a replicated gradient; taking this rank's
+    slice of it costs no communication.
+    """
+    grad = param.grad
+    assert grad is not None
+    if not isinstance(grad, DTensor):
+        return grad
+    if not isinstance(param, DTensor):
+        return grad.full_tensor()
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return grad.to_local()
+
+
+def _placed(param: nn.Parameter, local: Tensor) -> Tensor:
+    """`local` as a DTensor like `param`, when `param` is one and `local` is a part of it."""
+    local = local.detach()
+    if not isinstance(param, DTensor) or local.shape != _local(param).shape or not param.ndim:
+        return local
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def _buckets(slots: Sequence[_Slot]) -> list[list[int]]:
+    """Consecutive slots of one dtype, up to `BUCKET_ELEMENTS` a bucket."""
+    out: list[list[int]] = []
+    size = 0
+    for i, slot in enumerate(slots):
+        same = bool(out) and slots[out[-1][0]].leaf.dtype == slot.leaf.dtype
+        if not same or size + slot.leaf.numel() > BUCKET_ELEMENTS:
+            out.append([])
+            size = 0
+        out[-1].append(i)
+        size += slot.leaf.numel()
+    return out
+
+
+def _refusal(tokens: int, norm: float, losses: Tensor) -> str:
+    if not tokens:
+        return "no response token in the step"
+    if not bool(torch.isfinite(losses).all()):
+        return "the loss is not finite"
+    if not math.isfinite(norm):
+        return "the gradient norm is not finite"
+    return ""

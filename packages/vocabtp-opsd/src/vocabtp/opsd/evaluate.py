@@ -1,0 +1,213 @@
+"""Held-out prompts: greedy answers, exact match, and how far the student is from the teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vocabtp.opsd.config import Config
+from vocabtp.opsd.data import answer_of
+from vocabtp.opsd.loss import LossSpec, distill_loss
+from vocabtp.opsd.model import evaluating
+from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.rollout import Rollout, generate
+from vocabtp.opsd.session import Inputs, Models, Prompts
+
+SAMPLES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The student on the held-out prompts, over all ranks."""
+
+    exact_match: float  # share of answers equal to the row's answer, both stripped
+    reverse_kl: float  # KL(student || teacher), mean over the tokens of these answers
+    examples: int
+    response_length: float  # mean tokens
+    truncated: float  # share of answers without an end token
+    samples: list[dict[str, Any]] = field(default_factory=list)  # the first few of this copy
+
+    def numbers(self) -> dict[str, float]:
+        """Everything but the samples."""
+        return {k: v for k, v in asdict(self).items() if k != "samples"}
+
+
+def evaluate(
+    config: Config,
+    layout: Layout,
+    inputs: Inputs,
+    models: Models,
+    *,
+    tick: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Answer every held-out prompt greedily and compare with `data.answer_field`.
+
+    The prompts are split over the data-parallel ranks. Every rank takes the same number of
+    batches, the last ones empty where need be.
+
+    Args:
+        config: The run's configuration, batch sizes filled in.
+        layout: The ranks.
+        inputs: Tokenizer and prompts; `held_out` must be there.
+        models: Student and teacher.
+        tick: Called on every rank before each batch, with the batches done and in all; what it
+            raises must be raised on all ranks.
+
+    Returns:
+        The same numbers on every rank.
+    """
+    prompts = inputs.held_out
+    if prompts is None:
+        raise ValueError("evaluate: data.eval_path is not set; name a file of held-out prompts")
+    size = config.training.micro_batch_size_per_gpu or 1
+    mine = list(range(layout.dp_rank, len(prompts), layout.dp))
+    batches = -(-(-(-len(prompts) // layout.dp)) // size)
+    sums = torch.zeros(5, dtype=torch.float64, device=layout.device)
+    samples: list[dict[str, Any]] = []
+    for i in range(batches):
+        tick(i, batches)
+        if batch := mine[i * size : (i + 1) * size]:
+            found, rows = _batch(config, inputs, models, prompts, batch)
+            sums += found
+            samples += rows[: max(0, SAMPLES - len(samples))]
+    if layout.dp > 1:
+        dist.all_reduce(sums, group=layout.dp_group)
+    right, divergence, tokens, truncated, examples = sums.tolist()
+    return Evaluation(
+        exact_match=right / examples,
+        reverse_kl=divergence / max(1.0, tokens),
+        examples=int(examples),
+        response_length=tokens / examples,
+        truncated=truncated / examples,
+        samples=samples,
+    )
+
+
+def greedy(config: Config, inputs: Inputs, models: Models, ids: list[list[int]]) -> Rollout:
+    """The student's greedy answers to these prompts."""
+    settings = config.rollout.model_copy(
+        update={"temperature": 0.0, "n_samples_per_prompt": 1, "top_k": -1, "top_p": 1.0}
+    )
+    return generate(
+        models.student,
+        ids,
+        list(range(len(ids))),
+        config=settings,
+        specials=models.specials,
+        seed=config.training.seed,
+        step=0,
+    )
+
+
+def answer_all(
+    config: Config, layout: Layout, inputs: Inputs, models: Models, limit: int | None
+) -> list[dict[str, Any]]:
+    """The student's answers, as `rollout` configures them, in the order of the file.
+
+    Args:
+        config: The run's configuration, batch sizes filled in.
+        layout: The ranks.
+        inputs: Tokenizer and prompts: the held-out ones if there are any, else those of training.
+        models: The student, and the ids that end an answer.
+        limit: Only the first so many prompts.
+
+    Returns:
+        One row for each prompt, on every rank.
+    """
+    prompts = inputs.held_out or inputs.train
+    size = config.training.micro_batch_size_per_gpu or 1
+    settings = config.rollout.model_copy(update={"n_samples_per_prompt": 1})
+    mine = list(range(len(prompts)))[:limit][layout.dp_rank :: layout.dp]
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for at in range(0, len(mine), size):
+        batch = mine[at : at + size]
+        rollout = generate(
+            models.student,
+            prompts.for_student(batch),
+            batch,
+            config=settings,
+            specials=models.specials,
+            seed=config.training.seed,
+            step=0,
+        )
+        texts = response_texts(inputs, models, rollout)
+        for i, text, length, cut in zip(
+            batch, texts, rollout.response_lengths, rollout.truncated, strict=True
+        ):
+            example = prompts.examples[i]
+            row = {"line": example.line, "prompt": example.prompt, "response": text}
+            rows.append((i, row | {"tokens": length, "truncated": cut}))
+    if layout.dp > 1:
+        parts: list[Any] = [None] * layout.dp
+        dist.all_gather_object(parts, rows, group=layout.dp_group)
+        rows = [row for part in parts for row in part]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+
+
+def response_texts(inputs: Inputs, models: Models, rollout: Rollout) -> list[str]:
+    """The answers as text, without end and other special tokens."""
+    ends = set(models.specials.eos_ids)
+    return [
+        inputs.tokenizer.decode([t for t in row if t not in ends], skip_special_tokens=True)
+        for row in rollout.responses()
+    ]
+
+
+def _batch(
+    config: Config, inputs: Inputs, models: Models, prompts: Prompts, batch: list[int]
+) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Sums over one batch (right, KL, tokens, truncated, examples), and its answers."""
+    rollout = greedy(config, inputs, models, prompts.for_student(batch))
+    rows = []
+    for i, text in zip(batch, response_texts(inputs, models, rollout), strict=True):
+        answer = answer_of(prompts.examples[i], config.data)
+        prompt = prompts.examples[i].prompt
+        rows.append(
+            {
+                "prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"],
+                "response": text.strip(),
+                "answer": answer,
+                "correct": text.strip() == answer,
+            }
+        )
+    tokens = sum(rollout.response_lengths)
+    divergence = 0.0
+    if tokens:
+        divergence = _divergence(config, models, rollout, prompts.for_teacher(batch))
+    numbers = [
+        sum(row["correct"] for row in rows),
+        divergence,
+        tokens,
+        sum(rollout.truncated),
+        len(batch),
+    ]
+    return torch.tensor(numbers, dtype=torch.float64, device=rollout.tokens.device), rows
+
+
+@torch.no_grad()
+def _divergence(
+    config: Config, models: Models, rollout: Rollout, teacher_ids: list[list[int]] | None
+) -> float:
+    """Sum over tokens of KL(student || teacher) at temperature 1."""
+    spec = LossSpec.of(
+        config.distillation,
+        loss_type="reverse_kl",
+        rescale=False,
+        pointwise_clip=None,
+        temperature=1.0,
+    )
+    with (
+        evaluating(models.student.module),
+        models.teacher.score(rollout, teacher_ids) as cache,
+    ):
+        logits = models.student.response_logits(
+            rollout.tokens, rollout.attention_mask, rollout.response_mask
+        )
+        loss = distill_loss(
+            logits, cache, None, spec, models.student.shard, normalizer=1.0, agreed=True
+        )
+    return float(loss)

@@ -1,0 +1,67 @@
+"""Ctrl-C and SIGTERM: finish the step, write a checkpoint, end all ranks with 128 + signal.
+
+A handler only remembers the signal. The trainer lets the number travel with the numbers that the
+ranks exchange at every step anyway, so that all of them stop at the same step, whichever of them
+was told to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+# a terminal signals every process of the group, and torchrun passes the signal on once more
+_REPEAT_SECONDS = 3.0
+
+
+class Interrupted(SystemExit):
+    """Training ended early because of a signal; its exit code is 128 + the signal's number."""
+
+    def __init__(self, signum: int, step: int, path: str | None) -> None:
+        super().__init__(128 + signum)
+        self.signum, self.step, self.path = signum, step, path
+
+    def __str__(self) -> str:
+        saved = f", checkpoint in {self.path}" if self.path else ""
+        return f"{signal.Signals(self.signum).name} after step {self.step}{saved}"
+
+
+class InterruptFlag:
+    """While entered, SIGINT and SIGTERM are remembered instead of ending the process.
+
+    A second signal, a few seconds after the first, ends the process at once: someone who presses
+    Ctrl-C again does not want to wait for the step. Outside the main thread, where Python takes no
+    handlers, nothing is installed and the flag stays 0.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._since = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> InterruptFlag:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.signum:
+            self.signum, self._since = signum, now
+        elif now - self._since > _REPEAT_SECONDS:
+            os._exit(128 + signum)

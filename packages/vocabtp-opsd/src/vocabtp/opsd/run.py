@@ -1,0 +1,170 @@
+"""The loop of a run: resume, evaluate, step, save, stop when asked to."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from vocabtp.opsd.checkpoint import Saved
+from vocabtp.opsd.engine import TorchEngine
+from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.evaluate import Evaluation, evaluate
+from vocabtp.opsd.interrupt import Interrupted, InterruptFlag
+from vocabtp.opsd.session import checksum
+from vocabtp.opsd.step import Stepper, StepReport
+
+if TYPE_CHECKING:
+    from vocabtp.opsd.trainer import Trainer
+
+_log = logging.getLogger("vocabtp.opsd")
+
+
+@dataclass(kw_only=True)
+class TrainResult:
+    """What a run came to; equal on all ranks."""
+
+    steps: int
+    skipped_steps: int
+    before: Evaluation | None
+    after: Evaluation | None
+    tokens_per_s: float  # mean over the steps of this process
+    peak_bytes: list[int] = field(default_factory=list)  # of each rank
+    teacher_checksum: int = 0  # of this rank's part, the same before and after
+    checkpoint: Path | None = None
+
+
+class _StopRequest(Exception):
+    """Raised on all ranks alike, inside the loop."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class Run:
+    """One call of `Trainer.train`."""
+
+    def __init__(self, trainer: Trainer, engine: TorchEngine, flag: InterruptFlag) -> None:
+        self.trainer, self.engine, self.flag = trainer, engine, flag
+        self.config, self.layout = trainer.config, trainer.layout
+        self.inputs, self.models = trainer.inputs, trainer.models
+        self.step = 0  # optimizer steps done
+        self.saved_step = -1
+        self.counters = {"skipped_steps": 0.0, "tokens": 0.0, "seconds": 0.0}
+        self.before: Evaluation | None = None
+        self.peak_bytes: list[int] = []
+
+    def go(self) -> TrainResult:
+        """Train to the last step.
+
+        Raises:
+            Interrupted: On every rank, after a checkpoint was written.
+        """
+        teacher = checksum(self.models.teacher.model)
+        self._resume()
+        try:
+            after = self._loop()
+        except _StopRequest as stop:
+            path = self._save()
+            error = Interrupted(stop.signum, self.step, str(path))
+            if self.layout.is_main:
+                _log.warning("%s", error)
+            raise error from None
+        if checksum(self.models.teacher.model) != teacher:
+            raise ModelError("the teacher's weights changed during the run")
+        seconds = self.counters["seconds"]
+        return TrainResult(
+            steps=self.step,
+            skipped_steps=int(self.counters["skipped_steps"]),
+            before=self.before,
+            after=after,
+            tokens_per_s=self.counters["tokens"] / seconds if seconds else 0.0,
+            peak_bytes=self.peak_bytes,
+            teacher_checksum=teacher,
+            checkpoint=self.trainer.checkpoints.path(self.step),
+        )
+
+    def _loop(self) -> Evaluation | None:
+        training, total = self.config.training, self.trainer.total_steps
+        stepper = Stepper(self.config, self.layout, self.inputs.train, self.models, self.engine)
+        if self.before is None and self.step == 0:
+            self.before = self._evaluate()
+        after = None
+        while self.step < total:
+            report = stepper.run(self.step, self.flag.signum)
+            self.step += 1
+            self._record(report)
+            if report.signum:
+                raise _StopRequest(report.signum)
+            if training.save_steps and self.step % training.save_steps == 0:
+                self._save()
+            if training.eval_steps and self.step % training.eval_steps == 0 and self.step < total:
+                self._evaluate()
+        self._save()
+        return self._evaluate()
+
+    def _resume(self) -> None:
+        found = self.trainer.resume_point()
+        if found is None:
+            return
+        path, saved = found
+        self.trainer.checkpoints.load(path, self.models.student.module, self.engine)
+        self.step = self.saved_step = saved.step
+        self.counters |= saved.counters
+        if saved.before is not None:
+            self.before = Evaluation(**saved.before)
+        if self.layout.is_main:
+            _log.info("resumed from %s after step %d", path, saved.step)
+
+    def _record(self, report: StepReport) -> None:
+        result, metrics = report.result, report.metrics
+        self.peak_bytes = report.peak_bytes
+        self.counters["skipped_steps"] += not result.applied
+        self.counters["tokens"] += metrics["response_tokens"]
+        self.counters["seconds"] += metrics["seconds"]
+        metrics["skipped_steps"] = int(self.counters["skipped_steps"])
+        metrics["peak_memory_bytes"] = max(report.peak_bytes)
+        if self.layout.is_main:
+            if not result.applied:
+                _log.warning("step %d skipped: %s", self.step, result.reason)
+            if metrics["empty_responses"]:
+                _log.warning(
+                    "step %d: %d samples without a response: their prompts fill the context",
+                    self.step,
+                    metrics["empty_responses"],
+                )
+
+    def _evaluate(self) -> Evaluation | None:
+        if self.inputs.held_out is None:
+            return None
+        return evaluate(self.config, self.layout, self.inputs, self.models, tick=self._tick)
+
+    def _tick(self, done: int, total: int) -> None:
+        """Between two batches of an evaluation: stop if any rank was told to."""
+        signum = torch.tensor([self.flag.signum], device=self.layout.device)
+        if self.layout.world > 1:
+            dist.all_reduce(signum, dist.ReduceOp.MAX, group=self.layout.world_group)
+        if found := int(signum):
+            raise _StopRequest(found)
+
+    def _save(self) -> Path:
+        """Write a checkpoint, unless this step has one."""
+        if self.saved_step == self.step:
+            return self.trainer.checkpoints.path(self.step)
+        before = self.before
+        saved = Saved(
+            step=self.step,
+            counters=self.counters,
+            config=self.config.flat(),
+            data={"train": self.inputs.train.digest},
+            layout={"tp": self.layout.tp, "dp": self.layout.dp},
+            before=None if before is None else {**before.numbers(), "samples": before.samples},
+        )
+        path = self.trainer.checkpoints.save(self.models.student.module, self.engine, saved)
+        self.saved_step = self.step
+        return path

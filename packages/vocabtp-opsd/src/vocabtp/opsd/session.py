@@ -1,0 +1,134 @@
+"""What a run consists of: prompts, tokenizer, student, teacher. Read in the order of their cost.
+
+Files and tokenizers come before any model, so that a mistake in them costs seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from vocabtp.opsd.config import Config
+from vocabtp.opsd.data import Example, load_examples
+from vocabtp.opsd.model import LanguageModel, load_models
+from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.teacher import Teacher
+from vocabtp.opsd.tokens import (
+    Specials,
+    compare_tokenizers,
+    encode_examples,
+    load_tokenizer,
+    special_ids,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """One prompt file, encoded."""
+
+    path: str
+    digest: str  # sha256 of the file
+    examples: list[Example]
+    ids: list[list[int]]
+    teacher_ids: list[list[int]] | None  # None: the teacher sees the student's prompt
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def for_student(self, indices: Sequence[int]) -> list[list[int]]:
+        """The student's prompts at these indices."""
+        return [self.ids[i] for i in indices]
+
+    def for_teacher(self, indices: Sequence[int]) -> list[list[int]] | None:
+        """The teacher's own prompts at these indices, if it has any."""
+        return None if self.teacher_ids is None else [self.teacher_ids[i] for i in indices]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """All that is read before the models."""
+
+    tokenizer: PreTrainedTokenizerBase
+    specials: Specials
+    train: Prompts
+    held_out: Prompts | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """Student and teacher on this layout."""
+
+    student: LanguageModel
+    teacher: Teacher
+    specials: Specials
+
+
+def read_inputs(config: Config, layout: Layout) -> Inputs:
+    """Read prompts and tokenizers; what one rank cannot read, no rank goes on without.
+
+    Raises:
+        UserError: On every rank: data, tokenizer or template that cannot be used.
+    """
+    with layout.together():
+        # broken files before tokenizers, which may come from the network
+        rows = load_examples(config.data.path, config.data)
+        held = config.data.eval_path
+        held_rows = load_examples(held, config.data, need_answer=True) if held else []
+        tokenizer = load_tokenizer(config.student.model_name_or_path)
+        compare_tokenizers(tokenizer, load_tokenizer(config.teacher.model_name_or_path))
+        return Inputs(
+            tokenizer=tokenizer,
+            specials=special_ids(tokenizer),
+            train=_encode(tokenizer, rows, config, config.data.path),
+            held_out=(
+                _encode(tokenizer, held_rows[: config.data.eval_limit], config, held)
+                if held
+                else None
+            ),
+        )
+
+
+def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
+    """Load both models; all that their configurations tell is checked before any weight.
+
+    Raises:
+        UserError: On every rank.
+    """
+    # dropout: different on data-parallel copies, equal on the peers of one copy
+    torch.manual_seed(config.training.seed + layout.dp_rank)
+    student, teacher = load_models(config, layout, inputs.specials.vocab)
+    ends: GenerationConfig | None = getattr(student.module, "generation_config", None)
+    return Models(
+        student=student,
+        teacher=Teacher(teacher, student=student, offload_to_cpu=config.teacher.offload_to_cpu),
+        specials=special_ids(inputs.tokenizer, ends),
+    )
+
+
+def checksum(model: LanguageModel) -> int:
+    """A number that changes when any bit of this rank's weights does, for all practical purposes.
+
+    Weighted sums of the bytes, taken where the weights are: hashing gigabytes on the host would
+    take longer than many steps.
+    """
+    total = 0
+    for i, tensor in enumerate(model.module.parameters()):
+        local = tensor.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        for part in local.contiguous().view(-1).view(torch.uint8).split(1 << 24):
+            weights = torch.arange(part.numel(), device=part.device) % 65521 + 1 + i
+            total = (total * 31 + int((part.long() * weights).sum())) % (1 << 61)
+    return total
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Example], config: Config, path: str
+) -> Prompts:
+    examples, ids, teacher_ids = encode_examples(tokenizer, rows, config, path=path)
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return Prompts(path=path, digest=digest, examples=examples, ids=ids, teacher_ids=teacher_ids)

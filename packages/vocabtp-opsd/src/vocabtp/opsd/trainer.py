@@ -1,0 +1,188 @@
+"""A distillation run from its configuration: check, train, evaluate, roll out, export."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vocabtp.opsd.checkpoint import Checkpoints, Saved, export_model, read_saved
+from vocabtp.opsd.config import Config
+from vocabtp.opsd.data import total_steps
+from vocabtp.opsd.engine import TorchEngine
+from vocabtp.opsd.errors import CheckpointError, ConfigError
+from vocabtp.opsd.evaluate import Evaluation, answer_all, evaluate
+from vocabtp.opsd.interrupt import InterruptFlag
+from vocabtp.opsd.parallel import make_layout
+from vocabtp.opsd.resume import check_resume
+from vocabtp.opsd.run import Run, TrainResult
+from vocabtp.opsd.session import Inputs, Models, read_inputs, read_models
+
+_log = logging.getLogger("vocabtp.opsd")
+
+
+class Trainer:
+    """A distillation run from its configuration.
+
+    Every rank of the run constructs one and calls the same methods in the same order.
+
+    Args:
+        config: From `load_config`.
+
+    Raises:
+        UserError: On every rank: ranks, device or batch sizes that do not fit together.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.layout = make_layout(config.parallel)
+        self.config = config.for_world(self.layout.world)
+        self.save_dir = Path(self.config.training.save_dir)
+        self.checkpoints = Checkpoints(
+            self.save_dir / "checkpoints", self.layout, self.config.training.keep_checkpoints
+        )
+        self._inputs: Inputs | None = None
+        self._models: Models | None = None
+
+    @property
+    def inputs(self) -> Inputs:
+        """Prompts and tokenizer, read when first asked for."""
+        if self._inputs is None:
+            self._inputs = read_inputs(self.config, self.layout)
+        return self._inputs
+
+    @property
+    def models(self) -> Models:
+        """Student and teacher, loaded when first asked for."""
+        if self._models is None:
+            self._models = read_models(self.config, self.layout, self.inputs)
+        return self._models
+
+    def check(self) -> dict[str, Any]:
+        """Do all that `train` does before its first step, and stop.
+
+        Returns:
+            What the run would be: prompts, steps, ranks, parameters, the checkpoint to resume.
+
+        Raises:
+            UserError: On every rank: whatever would stop `train` before its first step.
+        """
+        engine = self._engine()
+        source = self.resume_point()
+        return {
+            "prompts": len(self.inputs.train),
+            "held_out_prompts": len(self.inputs.held_out or ()),
+            "steps": self.total_steps,
+            "tp": self.layout.tp,
+            "dp": self.layout.dp,
+            "device": str(self.layout.device),
+            "student_parameters": _parameters(self.models.student.module),
+            "teacher_parameters": _parameters(self.models.teacher.model.module),
+            "optimizer_tensors": len(engine.slots),
+            "resume": None if source is None else str(source[0]),
+        }
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        training = self.config.training
+        return total_steps(
+            len(self.inputs.train),
+            training.train_batch_size or 1,
+            training.num_train_epochs,
+            training.max_steps,
+        )
+
+    def train(self) -> TrainResult:
+        """Train to the last step, from the newest checkpoint if there is one.
+
+        Returns:
+            What came out, equal on all ranks.
+
+        Raises:
+            UserError: On every rank: inputs that cannot be used.
+            Interrupted: On every rank, after a checkpoint was written, when one of them got
+                SIGINT or SIGTERM; a SystemExit with the code 128 + signal.
+        """
+        engine = self._engine()
+        with InterruptFlag() as flag:
+            return Run(self, engine, flag).go()
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the newest checkpoint, or the student as it was loaded, on the held-out prompts.
+
+        Raises:
+            UserError: On every rank: no held-out prompts, or inputs that cannot be used.
+        """
+        if self.inputs.held_out is None:
+            raise ConfigError("data.eval_path is not set: name a file of held-out prompts")
+        self.load_weights()
+        return evaluate(self.config, self.layout, self.inputs, self.models)
+
+    def rollout(self, path: str | Path, limit: int | None = None) -> int:
+        """Write the student's answers to the held-out prompts (or else the training prompts).
+
+        Args:
+            path: The JSONL file to write: prompt, response, tokens, truncated for each prompt.
+            limit: Only the first so many prompts.
+
+        Returns:
+            How many answers were written.
+        """
+        self.load_weights()
+        rows = answer_all(self.config, self.layout, self.inputs, self.models, limit)
+        with self.layout.together():
+            if self.layout.is_main:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                Path(path).write_text(text, encoding="utf-8")
+        return len(rows)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the student of the newest checkpoint as a plain Hugging Face directory.
+
+        Args:
+            path: A directory that does not exist yet, or is empty.
+
+        Returns:
+            The directory, for `from_pretrained`.
+        """
+        self.load_weights()
+        return export_model(self.models.student, self.inputs.tokenizer, Path(path))
+
+    def load_weights(self) -> Path | None:
+        """Put the newest checkpoint's weights into the student; None if there is no checkpoint."""
+        models = self.models
+        path = self.checkpoints.latest(_log.warning)
+        if path is not None:
+            self.checkpoints.load(path, models.student.module, None)
+        return path
+
+    def _engine(self) -> TorchEngine:
+        models = self.models
+        return TorchEngine(
+            models.student.module, self.config.training, self.layout, self.total_steps
+        )
+
+    def resume_point(self) -> tuple[Path, Saved] | None:
+        """The checkpoint that `train` continues from, found to belong to this run."""
+        path = self.checkpoints.latest(_log.warning)
+        if path is None:
+            return None
+        if self.config.training.resume == "never":
+            raise CheckpointError(
+                f"{self.checkpoints.root} holds checkpoints and training.resume is never: "
+                "name another training.save_dir, or set training.resume to auto"
+            )
+        saved = read_saved(path)
+        notes = check_resume(saved, self.config, self.inputs, str(path))
+        if self.layout.is_main:
+            for note in notes:
+                _log.warning("resume from %s: %s", path, note)
+        return path, saved
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
