@@ -1,7 +1,7 @@
 """Checkpoints that are either whole or not there, and a resume that is exact.
 
     checkpoints/step-00000004/
-        .metadata, __0_0.distcp, ...   model, optimizer and RNG tensors (torch.distributed.checkpoint)
+        .metadata, __0_0.distcp, ...   tensors of model, optimizer, random states (torch's format)
         state.json                     step, counters, the configuration, the data's fingerprint
         COMPLETE                       names and sizes of the files above, written last
 
@@ -133,7 +133,9 @@ class Checkpoints:
             rng, state = {}, {}
             if engine is not None:
                 rng = {name: value for name, value in self._rng().items() if name in known}
-                state = engine.empty_state([name for name in known if name.startswith("optimizer.")])
+                state = engine.empty_state(
+                    [name for name in known if name.startswith("optimizer.")]
+                )
             dcp.load(model | state | rng, storage_reader=reader, no_dist=self.alone)
         if engine is not None:
             engine.load_state_tensors(state)

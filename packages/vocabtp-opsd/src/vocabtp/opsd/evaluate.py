@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -65,7 +66,8 @@ def evaluate(
         raise ValueError("evaluate: data.eval_path is not set; name a file of held-out prompts")
     size = config.training.micro_batch_size_per_gpu or 1
     mine = list(range(layout.dp_rank, len(prompts), layout.dp))
-    batches = -(-(-(-len(prompts) // layout.dp)) // size)
+    most = math.ceil(len(prompts) / layout.dp)
+    batches = math.ceil(most / size)
     sums = torch.zeros(5, dtype=torch.float64, device=layout.device)
     samples: list[dict[str, Any]] = []
     for i in range(batches):

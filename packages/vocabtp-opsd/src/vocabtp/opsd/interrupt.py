@@ -18,18 +18,6 @@ from typing import Any
 _REPEAT_SECONDS = 3.0
 
 
-class Interrupted(SystemExit):
-    """Training ended early because of a signal; its exit code is 128 + the signal's number."""
-
-    def __init__(self, signum: int, step: int, path: str | None) -> None:
-        super().__init__(128 + signum)
-        self.signum, self.step, self.path = signum, step, path
-
-    def __str__(self) -> str:
-        saved = f", checkpoint in {self.path}" if self.path else ""
-        return f"{signal.Signals(self.signum).name} after step {self.step}{saved}"
-
-
 class InterruptFlag:
     """While entered, SIGINT and SIGTERM are remembered instead of ending the process.
 

@@ -57,8 +57,7 @@ class LossSpec:
     def __post_init__(self) -> None:
         if self.loss_type not in get_args(LossType):
             raise ValueError(
-                f"loss_type must be one of {', '.join(get_args(LossType))}, "
-                f"got {self.loss_type!r}"
+                f"loss_type must be one of {', '.join(get_args(LossType))}, got {self.loss_type!r}"
             )
         if self.loss_backend not in get_args(Backend):
             raise ValueError(
@@ -69,9 +68,7 @@ class LossSpec:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
         # `not >` also refuses NaN
         if not self.temperature > 0 or self.temperature == float("inf"):
-            raise ValueError(
-                f"temperature must be a finite number > 0, got {self.temperature}"
-            )
+            raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
 
     @property
     def scale(self) -> float:
@@ -92,9 +89,7 @@ class LossSpec:
         """
         names = [field.name for field in fields(cls)]
         if unknown := sorted(set(overrides) - set(names)):
-            raise TypeError(
-                f"unknown argument {unknown[0]!r}; the loss takes {', '.join(names)}"
-            )
+            raise TypeError(f"unknown argument {unknown[0]!r}; the loss takes {', '.join(names)}")
         if config is None and "beta" in overrides:
             overrides.setdefault("loss_type", "jsd")
         base = DistillationConfig() if config is None else config
@@ -235,9 +230,7 @@ def row_values(
         "temperature": spec.temperature,
     }
     if spec.loss_type == "jsd":
-        return vocab_parallel_jsd(
-            student, teacher, beta=spec.beta, rescale=spec.rescale, **options
-        )
+        return vocab_parallel_jsd(student, teacher, beta=spec.beta, rescale=spec.rescale, **options)
     return vocab_parallel_kl_div(
         student, teacher, reverse=spec.loss_type == "reverse_kl", **options
     )
@@ -274,16 +267,12 @@ def row_metrics(student: Tensor, teacher: Tensor, shard: VocabShard | None = Non
 def _row_mask(logits: Tensor, mask: Tensor | None, aligned: bool) -> Tensor | None:
     """Which rows of the logits count, or None for all of them."""
     if logits.ndim not in (2, 3):
-        raise ValueError(
-            f"student logits must be [rows, L] or [B, T, L], "
-            f"got {list(logits.shape)}"
-        )
+        raise ValueError(f"student logits must be [rows, L] or [B, T, L], got {list(logits.shape)}")
     if mask is None:
         return None
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
-            f"response_mask marks tokens, so it must be bool or integer, "
-            f"got {mask.dtype}"
+            f"response_mask marks tokens, so it must be bool or integer, got {mask.dtype}"
         )
     mask = (mask != 0).to(logits.device)
     if logits.ndim == 2:

@@ -77,9 +77,7 @@ def check_resume(saved: Saved, config: Config, inputs: Inputs, path: str) -> lis
     return [f"{key} changed from {old!r} to {new!r}" for key, old, new in changed]
 
 
-def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     return [
         (key, before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())

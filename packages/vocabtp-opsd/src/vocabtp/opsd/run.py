@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ import torch.distributed as dist
 
 from vocabtp.opsd.checkpoint import Saved
 from vocabtp.opsd.engine import TorchEngine
-from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.errors import Interrupted, ModelError
 from vocabtp.opsd.evaluate import Evaluation, evaluate
-from vocabtp.opsd.interrupt import Interrupted, InterruptFlag
+from vocabtp.opsd.interrupt import InterruptFlag
+from vocabtp.opsd.output import Output
+from vocabtp.opsd.report import Summary
 from vocabtp.opsd.session import checksum
 from vocabtp.opsd.step import Stepper, StepReport
 
@@ -24,18 +27,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger("vocabtp.opsd")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a run came to; equal on all ranks."""
+    """What a run came to."""
 
-    steps: int
-    skipped_steps: int
+    summary: Summary  # the numbers of the final table, equal on all ranks
     before: Evaluation | None
     after: Evaluation | None
-    tokens_per_s: float  # mean over the steps of this process
-    peak_bytes: list[int] = field(default_factory=list)  # of each rank
-    teacher_checksum: int = 0  # of this rank's part, the same before and after
-    checkpoint: Path | None = None
+    checkpoint: Path
+    report: Path | None  # on rank 0
+    teacher_checksum: int  # of this rank's part: the same before and after
 
 
 class _StopRequest(Exception):
@@ -67,34 +68,53 @@ class Run:
         """
         teacher = checksum(self.models.teacher.model)
         self._resume()
-        try:
-            after = self._loop()
-        except _StopRequest as stop:
-            path = self._save()
-            error = Interrupted(stop.signum, self.step, str(path))
-            if self.layout.is_main:
-                _log.warning("%s", error)
-            raise error from None
-        if checksum(self.models.teacher.model) != teacher:
-            raise ModelError("the teacher's weights changed during the run")
-        seconds = self.counters["seconds"]
+        total = self.trainer.total_steps
+        with Output(
+            self.config, is_main=self.layout.is_main, total=total, done=self.step
+        ) as self.output:
+            try:
+                after = self._loop(total)
+            except _StopRequest as stop:
+                path = self._save()
+                name = signal.Signals(stop.signum).name
+                self.output.say(f"{name}: stopped after step {self.step}, saved {path}")
+                raise Interrupted(stop.signum) from None
+            if checksum(self.models.teacher.model) != teacher:
+                raise ModelError("the teacher's weights changed during the run")
+            summary = self._summary(after)
+            report = self.output.finish(summary, self.before, after)
         return TrainResult(
-            steps=self.step,
-            skipped_steps=int(self.counters["skipped_steps"]),
+            summary=summary,
             before=self.before,
             after=after,
-            tokens_per_s=self.counters["tokens"] / seconds if seconds else 0.0,
-            peak_bytes=self.peak_bytes,
-            teacher_checksum=teacher,
             checkpoint=self.trainer.checkpoints.path(self.step),
+            report=report,
+            teacher_checksum=teacher,
         )
 
-    def _loop(self) -> Evaluation | None:
-        training, total = self.config.training, self.trainer.total_steps
+    def _summary(self, after: Evaluation | None) -> Summary:
+        before, seconds = self.before, self.counters["seconds"]
+        return Summary(
+            steps=self.step,
+            skipped_steps=int(self.counters["skipped_steps"]),
+            seconds=seconds,
+            exact_match=(
+                None if before is None else before.exact_match,
+                None if after is None else after.exact_match,
+            ),
+            reverse_kl=(
+                None if before is None else before.reverse_kl,
+                None if after is None else after.reverse_kl,
+            ),
+            tokens_per_s=self.counters["tokens"] / seconds if seconds else 0.0,
+            peak_memory=self.peak_bytes,
+        )
+
+    def _loop(self, total: int) -> Evaluation | None:
+        training = self.config.training
         stepper = Stepper(self.config, self.layout, self.inputs.train, self.models, self.engine)
         if self.before is None and self.step == 0:
             self.before = self._evaluate()
-        after = None
         while self.step < total:
             report = stepper.run(self.step, self.flag.signum)
             self.step += 1
@@ -119,7 +139,7 @@ class Run:
         if saved.before is not None:
             self.before = Evaluation(**saved.before)
         if self.layout.is_main:
-            _log.info("resumed from %s after step %d", path, saved.step)
+            _log.warning("resumed from %s: step %d is the next", path, saved.step + 1)
 
     def _record(self, report: StepReport) -> None:
         result, metrics = report.result, report.metrics
@@ -128,21 +148,22 @@ class Run:
         self.counters["tokens"] += metrics["response_tokens"]
         self.counters["seconds"] += metrics["seconds"]
         metrics["skipped_steps"] = int(self.counters["skipped_steps"])
-        metrics["peak_memory_bytes"] = max(report.peak_bytes)
-        if self.layout.is_main:
-            if not result.applied:
-                _log.warning("step %d skipped: %s", self.step, result.reason)
-            if metrics["empty_responses"]:
-                _log.warning(
-                    "step %d: %d samples without a response: their prompts fill the context",
-                    self.step,
-                    metrics["empty_responses"],
-                )
+        metrics["peak_memory"] = report.peak_bytes
+        if not result.applied:
+            self.output.say(f"step {self.step} skipped: {result.reason}")
+        if metrics["empty_responses"]:
+            self.output.say(
+                f"step {self.step}: {metrics['empty_responses']} sample(s) without a response, "
+                "their prompts fill the context"
+            )
+        self.output.step(self.step, metrics)
 
     def _evaluate(self) -> Evaluation | None:
         if self.inputs.held_out is None:
             return None
-        return evaluate(self.config, self.layout, self.inputs, self.models, tick=self._tick)
+        found = evaluate(self.config, self.layout, self.inputs, self.models, tick=self._tick)
+        self.output.evaluation(self.step, found)
+        return found
 
     def _tick(self, done: int, total: int) -> None:
         """Between two batches of an evaluation: stop if any rank was told to."""

@@ -203,7 +203,7 @@ class Stepper:
                 agreed=True,
             )
             self.engine.backward(loss)
-            return float(loss)
+            return float(loss.detach())
 
     def _report(self, loss: float, rows: list[Tensor], rollouts: list[Rollout]) -> list[float]:
         sums = [0.0] * len(ROW_METRICS)
@@ -231,7 +231,7 @@ def _metrics(step: int, result: StepResult, times: _Times, wall: float) -> dict[
         "loss": total["loss"],
         **{name: total[name] / tokens for name in ROW_METRICS},
         "response_tokens": int(total["tokens"]),
-        "response_length_mean": total["tokens"] / samples,
+        "response_length": total["tokens"] / samples,
         "response_length_max": int(longest),
         "truncated": total["truncated"] / samples,
         "empty_responses": int(total["empty"]),

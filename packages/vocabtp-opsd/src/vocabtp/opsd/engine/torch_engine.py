@@ -158,7 +158,8 @@ class TorchEngine:
             flat = torch.cat([g.reshape(-1) for g in grads] + flags)
             dist.all_reduce(flat, group=self.layout.dp_group)
             for i, part in zip(
-                bucket, flat.split([g.numel() for g in grads] + [f.numel() for f in flags]),
+                bucket,
+                flat.split([g.numel() for g in grads] + [f.numel() for f in flags]),
                 strict=False,
             ):
                 self.slots[i].leaf.grad = part.view_as(self.slots[i].leaf)

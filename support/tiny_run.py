@@ -1,0 +1,90 @@
+"""A whole distillation run of a few thousand weights in a directory: models, tokenizer, data."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# 3 special ids and 34 characters: 37, which neither 2 nor 3 nor 4 divides
+CHARACTERS = string.digits + "+=" + string.ascii_lowercase[:22]
+
+
+def tiny_tokenizer():
+    """One token a character; `</s>` (id 2) ends a text and `<pad>` (id 0) pads."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate(["<pad>", "<unk>", "</s>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="</s>"
+    )
+
+
+def tiny_run(
+    root: Path,
+    *,
+    kind: str = "qwen2",
+    tied: bool = False,
+    prompts: int = 12,
+    held_out: int = 0,
+    model: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
+) -> Path:
+    """Write models, data and a configuration; the configuration's path.
+
+    Six attention heads over a hidden size of 24, so that 1, 2 and 3 ranks can share a model.
+    `sections` are merged into the configuration.
+    """
+    from tiny_models import tiny_model
+
+    root.mkdir(parents=True, exist_ok=True)
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 30,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 4,
+    } | (model or {})
+    tokenizer = tiny_tokenizer()
+    for seed, role in enumerate(("student", "teacher")):
+        tiny_model(kind, seed=seed, tied=tied, vocab=len(tokenizer), **sizes).save_pretrained(
+            root / role
+        )
+        tokenizer.save_pretrained(root / role)
+    rows = [{"prompt": f"{7 * i % 50}+{i}=", "answer": str(7 * i % 50 + i)} for i in range(60)]
+    _jsonl(root / "train.jsonl", rows[:prompts])
+    _jsonl(root / "held_out.jsonl", rows[-max(1, held_out) :])
+    config: dict[str, dict[str, Any]] = {
+        "student": {"model_name_or_path": "student", "dtype": "float32"},
+        "teacher": {"model_name_or_path": "teacher", "dtype": "float32"},
+        "rollout": {"max_prompt_length": 16, "max_response_length": 6},
+        "training": {
+            "train_batch_size": 4,
+            "learning_rate": 0.01,
+            "adam_eps": 1e-3,
+            "max_steps": 3,
+            "save_steps": 0,
+            "save_dir": str(root / "out"),
+        },
+        "data": {"path": "train.jsonl"},
+        "parallel": {"device": "cpu"},
+    }
+    if held_out:
+        config["data"]["eval_path"] = "held_out.jsonl"
+    for name, values in sections.items():
+        config.setdefault(name, {}).update(values)
+    path = root / "opsd.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
