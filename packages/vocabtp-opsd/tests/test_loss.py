@@ -93,7 +93,9 @@ def test_temperature_divides_both_sides_and_a_low_precision_teacher_stays_exact(
     mean = distill_loss(s, t, beta=0.5, temperature=1.3).item() / 1.3**2
     assert mean == pytest.approx(1.62e-5, rel=5e-3)
     assert mean == pytest.approx(each.mean().item(), rel=1e-3)
-    tokens = [distill_loss(s[i : i + 1], t[i : i + 1], beta=0.5, temperature=1.3) for i in range(64)]
+    tokens = [
+        distill_loss(s[i : i + 1], t[i : i + 1], beta=0.5, temperature=1.3) for i in range(64)
+    ]
     assert min(tokens) >= -1e-7
 
 
@@ -173,7 +175,9 @@ def test_gradcheck_through_chunks():
     s = logits(5, 7).double().requires_grad_()
     t = logits(5, 7, seed=1).double()
     for options in CASES:
-        assert torch.autograd.gradcheck(lambda x, o=options: distill_loss(x, t, chunk_size=2, **o), s)
+        assert torch.autograd.gradcheck(
+            lambda x, o=options: distill_loss(x, t, chunk_size=2, **o), s
+        )
 
 
 def test_no_row_gives_zero_and_a_zero_gradient():
@@ -233,7 +237,9 @@ def test_row_metrics_are_those_of_the_distributions():
 
 def test_configuration_decides_and_overrides_replace():
     s, t = logits(5, 7), logits(5, 7, seed=1)
-    config = DistillationConfig(loss_type="jsd", beta=0.2, temperature=1.5, temperature_squared=False)
+    config = DistillationConfig(
+        loss_type="jsd", beta=0.2, temperature=1.5, temperature_squared=False
+    )
     by_hand = distill_loss(
         s, t, loss_type="jsd", beta=0.2, temperature=1.5, temperature_squared=False
     )
@@ -242,9 +248,7 @@ def test_configuration_decides_and_overrides_replace():
     assert not torch.equal(changed, by_hand)
     assert torch.equal(distill_loss(s, t), distill_loss(s, t, None, DistillationConfig()))
     # beta alone means jsd
-    assert torch.equal(
-        distill_loss(s, t, beta=0.2), distill_loss(s, t, loss_type="jsd", beta=0.2)
-    )
+    assert torch.equal(distill_loss(s, t, beta=0.2), distill_loss(s, t, loss_type="jsd", beta=0.2))
 
 
 def refused():

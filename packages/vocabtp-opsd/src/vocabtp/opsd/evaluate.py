@@ -113,14 +113,14 @@ def answer_all(
     Args:
         config: The run's configuration, batch sizes filled in.
         layout: The ranks.
-        inputs: Tokenizer and prompts: the held-out ones if there are any, else those of training.
+        inputs: Tokenizer and training prompts.
         models: The student, and the ids that end an answer.
         limit: Only the first so many prompts.
 
     Returns:
         One row for each prompt, on every rank.
     """
-    prompts = inputs.held_out or inputs.train
+    prompts = inputs.train
     size = config.training.micro_batch_size_per_gpu or 1
     settings = config.rollout.model_copy(update={"n_samples_per_prompt": 1})
     mine = list(range(len(prompts)))[:limit][layout.dp_rank :: layout.dp]

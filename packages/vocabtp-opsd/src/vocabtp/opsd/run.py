@@ -83,6 +83,8 @@ class Run:
                 raise ModelError("the teacher's weights changed during the run")
             summary = self._summary(after)
             report = self.output.finish(summary, self.before, after)
+            # a process that ends earlier resets connections that its peers still use
+            self._agreed_signal()
         return TrainResult(
             summary=summary,
             before=self.before,
@@ -167,11 +169,14 @@ class Run:
 
     def _tick(self, done: int, total: int) -> None:
         """Between two batches of an evaluation: stop if any rank was told to."""
+        if found := self._agreed_signal():
+            raise _StopRequest(found)
+
+    def _agreed_signal(self) -> int:
         signum = torch.tensor([self.flag.signum], device=self.layout.device)
         if self.layout.world > 1:
             dist.all_reduce(signum, dist.ReduceOp.MAX, group=self.layout.world_group)
-        if found := int(signum):
-            raise _StopRequest(found)
+        return int(signum)
 
     def _save(self) -> Path:
         """Write a checkpoint, unless this step has one."""

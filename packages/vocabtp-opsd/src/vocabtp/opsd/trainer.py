@@ -14,7 +14,7 @@ from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import total_steps
 from vocabtp.opsd.engine import TorchEngine
 from vocabtp.opsd.errors import CheckpointError, ConfigError
-from vocabtp.opsd.evaluate import Evaluation, answer_all, evaluate
+from vocabtp.opsd.evaluate import answer_all, evaluate
 from vocabtp.opsd.interrupt import InterruptFlag
 from vocabtp.opsd.parallel import make_layout
 from vocabtp.opsd.resume import check_resume
@@ -110,8 +110,11 @@ class Trainer:
         with InterruptFlag() as flag:
             return Run(self, engine, flag).go()
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> dict[str, float]:
         """Evaluate the newest checkpoint, or the student as it was loaded, on the held-out prompts.
+
+        Returns:
+            Exact match, reverse KL to the teacher and more by name, equal on all ranks.
 
         Raises:
             UserError: On every rank: no held-out prompts, or inputs that cannot be used.
@@ -119,10 +122,10 @@ class Trainer:
         if self.inputs.held_out is None:
             raise ConfigError("data.eval_path is not set: name a file of held-out prompts")
         self.load_weights()
-        return evaluate(self.config, self.layout, self.inputs, self.models)
+        return evaluate(self.config, self.layout, self.inputs, self.models).numbers()
 
     def rollout(self, path: str | Path, limit: int | None = None) -> int:
-        """Write the student's answers to the held-out prompts (or else the training prompts).
+        """Write the student's answers to the training prompts, as `rollout` configures them.
 
         Args:
             path: The JSONL file to write: prompt, response, tokens, truncated for each prompt.
