@@ -142,7 +142,7 @@ def pytest_collection_modifyitems(config, items):
     """Drop what this run did not ask for: a skipped test would hide a run of nothing."""
     if any({"vocabtp-opsd", "tests-integration"} & set(i.path.parts) for i in items):
         # seconds of every rank of every test otherwise
-        _preload.extend(["torch.distributed.tensor.parallel", _A_MODEL])
+        _preload.extend(["torch.distributed.tensor.parallel", _A_MODEL, "vocabtp.opsd.trainer"])
     wanted = config.getoption("markexpr")
     drop = [m for m in ("gpu", "full") if m not in wanted]
     if config.getoption("--full"):
