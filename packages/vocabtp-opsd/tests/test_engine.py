@@ -110,9 +110,7 @@ def test_a_step_without_meaning_moves_nothing(case, reason):
     before = {k: v.clone() for k, v in (net.state_dict() | engine.state_tensors()).items()}
     if case != "tokens":
         engine.backward(net(inputs(1)) * (math.inf if case == "norm" else 1.0))
-    result = step(
-        engine, 1, tokens=int(case != "tokens"), loss=math.nan if case == "loss" else 1.0
-    )
+    result = step(engine, 1, tokens=int(case != "tokens"), loss=math.nan if case == "loss" else 1.0)
     assert not result.applied
     assert reason in result.reason
     after = net.state_dict() | engine.state_tensors()

@@ -28,9 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.tensor import DTensor
 
 from vocabtp.opsd.engine import Engine
@@ -87,7 +89,7 @@ class Checkpoints:
         self._lead("prepare", lambda: _fresh(partial))
         tensors = model_tensors(module) | engine.state_tensors() | self._rng()
         with _one_line(f"{partial}: could not be written"):
-            dcp.save(
+            save_tensors(
                 tensors,
                 storage_writer=FileSystemWriter(str(partial), sync_files=True),
                 no_dist=self.alone,
@@ -136,7 +138,7 @@ class Checkpoints:
                 state = engine.empty_state(
                     [name for name in known if name.startswith("optimizer.")]
                 )
-            dcp.load(model | state | rng, storage_reader=reader, no_dist=self.alone)
+            load_tensors(model | state | rng, storage_reader=reader, no_dist=self.alone)
         if engine is not None:
             engine.load_state_tensors(state)
             self._set_rng(rng)
@@ -286,7 +288,7 @@ def _one_line(what: str) -> Iterator[None]:
             yield
     except CheckpointError:
         raise
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"{what}: rank {rank}: {cause}") from error
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:

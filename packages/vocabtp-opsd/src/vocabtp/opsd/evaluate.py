@@ -154,7 +154,7 @@ def response_texts(inputs: Inputs, models: Models, rollout: Rollout) -> list[str
     """The answers as text, without end and other special tokens."""
     ends = set(models.specials.eos_ids)
     return [
-        inputs.tokenizer.decode([t for t in row if t not in ends], skip_special_tokens=True)
+        str(inputs.tokenizer.decode([t for t in row if t not in ends], skip_special_tokens=True))
         for row in rollout.responses()
     ]
 
@@ -164,7 +164,7 @@ def _batch(
 ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Sums over one batch (right, KL, tokens, truncated, examples), and its answers."""
     rollout = greedy(config, inputs, models, prompts.for_student(batch))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, text in zip(batch, response_texts(inputs, models, rollout), strict=True):
         answer = answer_of(prompts.examples[i], config.data)
         prompt = prompts.examples[i].prompt

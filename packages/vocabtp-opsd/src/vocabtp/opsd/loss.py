@@ -32,7 +32,6 @@ from vocabtp.dist import (
     vocab_parallel_jsd,
     vocab_parallel_kl_div,
 )
-
 from vocabtp.opsd.config import DistillationConfig
 
 LossType = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -163,7 +162,7 @@ def distill_loss(
         agree(facts, what="distill_loss", group=group, error=error)
     if error is not None:
         raise type(error)(f"distill_loss: {error}") from error
-    loss: Tensor = _StreamedLoss.apply(student_logits, stream)
+    loss: Tensor = _StreamedLoss.apply(student_logits, stream)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -406,7 +405,7 @@ class _StreamedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         (grad,) = ctx.saved_tensors
         # loss.backward() hands over exactly 1: a second [rows, L] is then not needed

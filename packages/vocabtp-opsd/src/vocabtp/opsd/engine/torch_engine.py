@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vocabtp.opsd.config import TrainingConfig
+from vocabtp.opsd.engine.base import StepResult
+from vocabtp.opsd.engine.schedule import Schedule
 from vocabtp.opsd.parallel import Layout
-from .base import StepResult
-from .schedule import Schedule
 
 BUCKET_ELEMENTS = 16 * 1024 * 1024
 
@@ -157,12 +157,11 @@ class TorchEngine:
             flags = [counts.to(grads[0].dtype)] if bucket[-1] == len(self.slots) - 1 else []
             flat = torch.cat([g.reshape(-1) for g in grads] + flags)
             dist.all_reduce(flat, group=self.layout.dp_group)
-            for i, part in zip(
-                bucket,
-                flat.split([g.numel() for g in grads] + [f.numel() for f in flags]),
-                strict=False,
-            ):
-                self.slots[i].leaf.grad = part.view_as(self.slots[i].leaf)
+            start = 0
+            for i in bucket:
+                leaf = self.slots[i].leaf
+                leaf.grad = flat[start : start + leaf.numel()].view_as(leaf)
+                start += leaf.numel()
             if flags:
                 counts = flat[-len(self.slots) :]
         for slot, count in zip(self.slots, counts.tolist(), strict=True):
@@ -178,7 +177,7 @@ class TorchEngine:
                 for slot in self.slots
                 if slot.sharded is kind and slot.leaf.grad is not None and slot.leaf.numel()
             ]
-            norms = torch._foreach_norm(grads) if grads else []
+            norms = list(torch._foreach_norm(grads)) if grads else []
             sums.append(
                 torch.stack(norms).double().square().sum()
                 if norms
