@@ -238,7 +238,8 @@ def _failed(error: BaseException, debug: bool) -> int:
         # rank 0 says the same, and torchrun ends this rank as soon as it does
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3.0)
-    return _show(launch.Outcome(failure.code, failure, shared=rank == 0), debug)
+    nameless = launch.world_size() is None or (failure.kind == "user" and rank == 0)
+    return _show(launch.Outcome(failure.code, failure, shared=nameless), debug)
 
 
 def _show(outcome: launch.Outcome, debug: bool) -> int:
@@ -249,8 +250,7 @@ def _show(outcome: launch.Outcome, debug: bool) -> int:
         return outcome.code
     if failure.trace:
         complain(failure.trace.rstrip())
-    alone = launch.world_size() is None and not failure.rank and failure.kind == "user"
-    where = "" if outcome.shared or alone else f"[rank {failure.rank}] "
+    where = "" if outcome.shared else f"[rank {failure.rank}] "
     caught = failure.kind == "crash" and failure.time > 0
     hint = " (--debug shows the traceback)" if caught and not debug else ""
     _print_error(f"{where}{failure.message}{hint}")

@@ -56,7 +56,7 @@ class Outcome:
 
     code: int
     failure: Failure | None = None
-    shared: bool = False  # every rank that spoke said the same
+    shared: bool = False  # not one rank's own: its message goes without the rank
 
 
 def world_size(environ: Mapping[str, str] = os.environ) -> int | None:
