@@ -29,6 +29,7 @@ class FakeTrainer:
 
     def check(self):
         self._do("check")
+        return {"steps": 3}
 
     def evaluate(self):
         self._do("evaluate")
@@ -86,6 +87,7 @@ def test_check_prints_the_resolved_configuration(trainer, run_file, capsys, tmp_
     assert cli.run(["check", run_file, "training.seed=9", "--debug", "parallel.tp=1"]) == 0
     shown = tmp_path / "shown.yaml"
     shown.write_text(capsys.readouterr().out)
+    assert shown.read_text().startswith("# steps: 3\nstudent:\n")
     expected = load_config(run_file, ["training.seed=9"]).for_world(1)
     assert load_config(shown) == expected
 

@@ -22,6 +22,7 @@ class Trainer:
     def check(self):
         if launch.rank() == 1:
             print("rank 1 of", os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], flush=True)
+        return {}
     def train(self):
         how = self.config.data.answer_field
         if how == "all":

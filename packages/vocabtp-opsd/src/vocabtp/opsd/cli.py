@@ -128,8 +128,11 @@ def _train(trainer: Trainer, config: Config, options: argparse.Namespace) -> int
 
 
 def _check(trainer: Trainer, config: Config, options: argparse.Namespace) -> int:
-    trainer.check()
+    facts = trainer.check()
     if launch.rank() == 0:
+        # comments, so that the output is a configuration
+        for name, value in facts.items():
+            say(f"# {name}: {value}")
         say(config.dump().rstrip())
     return 0
 
