@@ -76,7 +76,7 @@ def uses_uv(session: nox.Session) -> bool:
 def wheels(session: nox.Session) -> Path:
     """The folder with a wheel of every layer, built once a run."""
     if "wheels" not in _built:
-        out = Path(session.cache_dir) / "wheels"
+        out = Path(session.cache_dir).resolve() / "wheels"
         shutil.rmtree(out, ignore_errors=True)
         paths = [str(package(layer)) for layer in LAYERS]
         if uses_uv(session):
@@ -94,7 +94,7 @@ def share_packages(session: nox.Session, constraints: str) -> None:
 
     pip writes every file of torch and triton anew (over a minute an environment); uv links them.
     """
-    site = Path(session.cache_dir) / "site"
+    site = Path(session.cache_dir).resolve() / "site"  # a .pth line is relative to its own folder
     requirements = ["torch", *group("test", "triton")]
     stamp, wanted = site / "requirements.txt", "\n".join([*requirements, constraints, sys.version])
     if not stamp.exists() or stamp.read_text() != wanted:
