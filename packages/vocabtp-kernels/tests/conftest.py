@@ -1,0 +1,67 @@
+"""The ops as the tests name them: each with every option that changes what is computed."""
+
+import pytest
+import torch
+
+import vocabtp.kernels as vk
+from vocabtp.kernels import reference
+
+# (function, options): all ops, both directions, beta at and between its ends, with and without clip
+CALLS = {
+    "logprobs": ("logprobs", {}),
+    "entropy": ("entropy", {}),
+    "logprobs_and_entropy": ("logprobs_and_entropy", {}),
+    "forward_kl": ("kl_div", {"reverse": False}),
+    "reverse_kl": ("kl_div", {"reverse": True}),
+    "forward_kl_clip": ("kl_div", {"reverse": False, "pointwise_clip": 0.05}),
+    "reverse_kl_clip": ("kl_div", {"reverse": True, "pointwise_clip": 0.05}),
+    "jsd": ("jsd", {"beta": 0.5}),
+    "jsd_low": ("jsd", {"beta": 0.02, "rescale": True}),
+    "jsd_high_clip": ("jsd", {"beta": 0.9, "rescale": True, "pointwise_clip": 0.01}),
+    "jsd_clip": ("jsd", {"beta": 0.5, "pointwise_clip": 0.01}),
+    "jsd_0": ("jsd", {"beta": 0.0}),
+    "jsd_1": ("jsd", {"beta": 1.0}),
+}
+
+
+class Call:
+    """One op with its options; `sides` logits tensors, ids if `takes_ids`."""
+
+    def __init__(self, name):
+        self.name = name
+        self.function, self.options = CALLS[name]
+        self.sides = 2 if self.function in ("kl_div", "jsd") else 1
+        self.takes_ids = self.function.startswith("logprobs")
+
+    def __repr__(self):
+        return self.name
+
+    def _args(self, index, options):
+        return {**self.options, **options, **({"index": index} if self.takes_ids else {})}
+
+    def __call__(self, *logits, index=None, **options):
+        """All values of the op, as a tuple; of two logits takes what it needs."""
+        out = getattr(vk, self.function)(*logits[: self.sides], **self._args(index, options))
+        return out if isinstance(out, tuple) else (out,)
+
+    def truth(self, *logits, index=None, **options):
+        op = getattr(reference, self.function)
+        out = op(*logits[: self.sides], **self._args(index, options))
+        return out if isinstance(out, tuple) else (out,)
+
+    def true_gradients(self, *logits, upstream, index=None, **options):
+        op = getattr(reference, self.function)
+        return reference.gradients(op, logits[: self.sides], upstream, **self._args(index, options))
+
+
+@pytest.fixture(params=CALLS)
+def call(request):
+    return Call(request.param)
+
+
+@pytest.fixture
+def threads():
+    """Set the number of torch threads; put back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

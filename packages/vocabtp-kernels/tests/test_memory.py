@@ -1,0 +1,74 @@
+"""fp32 temporaries stay under 64 MiB whatever the number of rows."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import vocabtp.kernels as vk
+from vocabtp.kernels._eager import tiles
+
+LIMIT = 64 << 20
+
+
+class Live(TorchDispatchMode):
+    """Bytes of storages that were made inside and are still alive, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.now, self.peak = {}, 0, 0
+
+    def _leave(self, key, size):
+        self.users[key] -= 1
+        if not self.users[key]:
+            self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {x.untyped_storage()._cdata for x in tree_leaves(args) if torch.is_tensor(x)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if not torch.is_tensor(x):
+                continue
+            storage = x.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in known and not self.users.get(key):
+                continue
+            if not self.users.get(key):
+                self.now += size
+                self.peak = max(self.peak, self.now)
+            self.users[key] = self.users.get(key, 0) + 1
+            weakref.finalize(x, self._leave, key, size)
+        return out
+
+
+OPS = {
+    "logprobs": lambda s, t, i: vk.logprobs(s, i),
+    "both": lambda s, t, i: sum(x.sum() for x in vk.logprobs_and_entropy(s, i)),
+    "entropy": lambda s, t, i: vk.entropy(s),
+    "kl": lambda s, t, i: vk.kl_div(s, t, temperature=2.0),
+    "kl_clip": lambda s, t, i: vk.kl_div(s, t, reverse=True, pointwise_clip=0.1),
+    "jsd": lambda s, t, i: vk.jsd(s, t),
+    "jsd_clip": lambda s, t, i: vk.jsd(s, t, pointwise_clip=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_temporaries_do_not_grow_with_rows(name, monkeypatch):
+    # the budget of an accelerator, which is the larger one
+    monkeypatch.setattr(tiles, "_BUDGET_CPU", tiles._BUDGET)
+    peaks = []
+    for rows in (600, 1200):
+        s = torch.randn(rows, 4000).bfloat16().requires_grad_()
+        t = torch.randn(rows, 4000).bfloat16().requires_grad_()
+        index = torch.zeros(rows, dtype=torch.int64)
+        gc.collect()
+        with Live() as live:
+            OPS[name](s, t, index).sum().backward()
+        grads = sum(x.grad.nbytes for x in (s, t) if x.grad is not None)
+        peaks.append(live.peak - grads)
+    assert 0 < peaks[1] < LIMIT
+    # statistics alone may grow
+    assert peaks[1] - peaks[0] < 600 * 256
