@@ -40,16 +40,25 @@ def page() -> str:
             parts.append(f"\n## {name}\n\n{doc}\n")
         else:
             parts.append("\n## Outside the sections\n")
-        parts.append("\n| key | type | default | allowed | meaning |\n|---|---|---|---|---|\n")
+        parts.append("\n| key | value | default | meaning |\n|---|---|---|---|\n")
         parts.extend(_line(row) for row in rows)
     return "".join(parts)
 
 
 def _line(row: KeyReference) -> str:
     default = row.default if row.default == "required" else f"`{row.default}`"
-    allowed = row.allowed.replace("|", "\\|")
     meaning = _escape(" ".join(row.description.split()))
-    return f"| `{row.key}` | {row.type} | {default} | {allowed} | {meaning} |\n"
+    return f"| `{row.key}` | {_value(row)} | {default} | {meaning} |\n"
+
+
+def _value(row: KeyReference) -> str:
+    """What may stand there: the choices, or the type with its range."""
+    kinds = row.type.split(" or ")
+    choices = [f"`{choice}`" for choice in row.allowed.split(", ")]
+    if kinds[0] == "string" and row.allowed not in ("", "not empty"):
+        return " or ".join([*choices, *kinds[1:]])
+    bounds = "" if row.allowed in ("", "not empty") else " " + _escape(row.allowed)
+    return " or ".join([kinds[0] + bounds, *kinds[1:]])
 
 
 def _escape(text: str) -> str:

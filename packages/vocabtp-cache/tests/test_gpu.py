@@ -127,6 +127,72 @@ def test_free_with_copies_under_way():
         assert torch.equal(following.fetch(0, 2000), second.bfloat16())
 
 
+def test_fetch_waits_for_its_prefetch():
+    """With nothing else queued, the reader starts long before the copy ends."""
+    for _ in range(3):
+        source = noise(4096, WIDTH)
+        cache = TeacherLogitCache.store(source)
+        torch.accelerator.synchronize()
+        cache.prefetch(0, 4096)
+        assert torch.equal(cache.fetch(0, 4096).clone(), source.bfloat16())
+
+
+def test_a_chunk_may_be_taken_on_another_stream():
+    source = noise(4096, WIDTH)
+    truth = source.bfloat16().double().sum(-1)
+    cache = TeacherLogitCache.store(source)
+    other, home = torch.Stream(device()), torch.accelerator.current_stream()
+    sums = []
+    for start in range(0, 4096, 256):
+        cache.prefetch(start, start + 256)
+        with other:
+            busy()
+            sums.append(cache.fetch(start, start + 256).double().sum(-1))
+        # takes the chunk's room, were it free
+        torch.empty(256, WIDTH, device=device(), dtype=torch.bfloat16).fill_(7)
+    home.wait_stream(other)
+    torch.testing.assert_close(torch.cat(sums), truth)
+
+
+@pytest.mark.parametrize("drop", ["free", "garbage", "evicted"])
+def test_room_of_a_dropped_prefetch_outlasts_its_copy(drop):
+    cache = TeacherLogitCache.store(noise(4096, WIDTH))
+    torch.accelerator.synchronize()
+    cache.prefetch(0, 4096)
+    if drop == "free":
+        cache.free()
+    elif drop == "evicted":
+        cache.prefetch(0, 1)
+        cache.prefetch(1, 2)
+    else:
+        del cache
+    room = torch.empty(4096, WIDTH, device=device(), dtype=torch.bfloat16).fill_(7)
+    torch.accelerator.synchronize()
+    assert (room == 7).all()
+
+
+def test_a_host_that_runs_ahead_does_not_fill_the_device():
+    """Case B44: of the cache, a few chunks are on the device, however slow their readers."""
+    cache = TeacherLogitCache.store(noise(8192, WIDTH))
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    total, size = torch.ones((), device=device()), 256
+    a = torch.ones(4096, 4096, device=device())
+    out = a @ a
+    before = torch.accelerator.memory_reserved()
+    torch.accelerator.reset_peak_memory_stats()
+    cache.prefetch(0, size)
+    for start in range(0, 8192, size):
+        chunk = cache.fetch(start, start + size)
+        if start + size < 8192:
+            cache.prefetch(start + size, start + 2 * size)
+        for _ in range(4):
+            torch.mm(a, a, out=out)
+        total += chunk.view(-1)[:1].sum()
+    grown = torch.accelerator.max_memory_reserved() - before
+    assert grown <= 5 * (size * WIDTH * 2 + (2 << 20))
+
+
 def test_a_cpu_cache_can_be_fetched_to_the_device():
     source = torch.randn(40, 30)
     cache = TeacherLogitCache.store(source)

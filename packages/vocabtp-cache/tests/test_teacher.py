@@ -337,8 +337,8 @@ def test_at_most_one_micro_batch_is_alive(fails_at):
 
 def test_at_most_two_prefetched_ranges_are_held(monkeypatch):
     made = Count()
-    plain = TeacherLogitCache._copy
-    monkeypatch.setattr(TeacherLogitCache, "_copy", lambda *args: made(plain(*args)))
+    plain = TeacherLogitCache._room
+    monkeypatch.setattr(TeacherLogitCache, "_room", lambda *args: made(plain(*args)))
     cache = TeacherLogitCache.store(noise(8, 2))
     for start in range(7):
         cache.prefetch(start, start + 1)
@@ -353,8 +353,8 @@ def test_at_most_two_prefetched_ranges_are_held(monkeypatch):
 
 def test_a_prefetched_range_is_not_copied_again(monkeypatch):
     made = Count()
-    plain = TeacherLogitCache._copy
-    monkeypatch.setattr(TeacherLogitCache, "_copy", lambda *args: made(plain(*args)))
+    plain = TeacherLogitCache._room
+    monkeypatch.setattr(TeacherLogitCache, "_room", lambda *args: made(plain(*args)))
     cache = TeacherLogitCache.store(noise(8, 2))
     cache.prefetch(0, 4)
     cache.prefetch(4, 8, device="cpu:0")

@@ -107,20 +107,41 @@ class HostRows:
             target.copy_(piece, non_blocking=out.device.type != "cpu")
 
 
-class Arrival(NamedTuple):
-    """A tensor on its way to a device, and the event that says it is there."""
+class Arrival:
+    """A tensor that is being filled, on a side stream or - for the CPU - already.
 
-    tensor: Tensor
-    event: torch.Event | None
+    Its memory comes from the stream that was current, so that a reader which drops its chunk
+    hands the memory to the next prefetch at once, in stream order: however far the host runs
+    ahead, the device holds a few chunks.
+
+    Args:
+        tensor: The tensor.
+        side: The stream that fills it, and current now; None for the CPU.
+        home: The stream whose pool its memory is from.
+    """
+
+    def __init__(
+        self, tensor: Tensor, side: torch.Stream | None = None, home: torch.Stream | None = None
+    ) -> None:
+        self._tensor: Tensor | None = tensor
+        self._side, self._home = side, home
+        self._filled = None if side is None else mark(tensor.device)
 
     def take(self) -> Tensor:
-        """The tensor, safe to use on the current stream of its device."""
-        if self.event is not None:
-            stream = torch.accelerator.current_stream(self.tensor.device)
-            stream.wait_event(self.event)
-            # its memory belongs to the side stream's pool
-            self.tensor.record_stream(stream)
-        return self.tensor
+        """The tensor, safe to use on the current stream of its device; once."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None
+        if self._filled is not None:
+            stream = torch.accelerator.current_stream(tensor.device)
+            stream.wait_event(self._filled)
+            if stream != self._home:
+                tensor.record_stream(stream)
+        return tensor
+
+    def __del__(self) -> None:
+        # dropped before anyone waited for the copy: its memory must outlast it
+        if self._tensor is not None and self._side is not None:
+            self._tensor.record_stream(self._side)
 
 
 def is_accelerator(device: torch.device) -> bool:

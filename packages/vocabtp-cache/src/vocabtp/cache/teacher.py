@@ -16,10 +16,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from vocabtp.cache._checks import DTYPES, check_source, columns
 from vocabtp.cache._pinned import Arrival, HostRows, is_accelerator, mark, wait
 from vocabtp.dist import VocabShard
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # the current chunk and the next: more would defeat the purpose of the cache
 _PREFETCH_DEPTH = 2
 
@@ -80,7 +80,7 @@ class TeacherLogitCache:
             ValueError: `logits` has another number of dimensions, or a last dimension other
                 than `shard.width`.
         """
-        _check_source(logits, shard, dtype)
+        check_source(logits, shard, dtype)
         with torch.no_grad():
             sequences = logits if logits.dim() == 3 else logits.unsqueeze(0)
             batch, length, width = sequences.shape
@@ -128,10 +128,10 @@ class TeacherLogitCache:
         if shard is not None and shard != self._shard:
             raise ValueError(
                 "TeacherLogitCache.fetch: the shard must be the one that the cache was filled "
-                f"from, {_columns(self._shard)}, got {_columns(shard)}; fetch with that one or "
+                f"from, {columns(self._shard)}, got {columns(shard)}; fetch with that one or "
                 "store the logits again"
             )
-        if dtype is not None and dtype not in _DTYPES:
+        if dtype is not None and dtype not in DTYPES:
             raise TypeError(
                 "TeacherLogitCache.fetch: dtype must be bfloat16, float16, float32 or float64, "
                 f"got {dtype}"
@@ -139,14 +139,20 @@ class TeacherLogitCache:
         # inference mode would mark the chunk, and the loss could not save it for backward
         with torch.inference_mode(False), torch.no_grad():
             arrival = self._arrivals.pop(key, None)
-            chunk = self._copy(host, key) if arrival is None else arrival.take()
+            if arrival is None:
+                chunk = self._room(key)
+                self._fill(host, key, chunk)
+            else:
+                chunk = arrival.take()
             return chunk if dtype is None else chunk.to(dtype)
 
     def prefetch(self, start: int, end: int, device: torch.device | str | None = None) -> None:
         """Start the copy of a range that `fetch` will ask for.
 
-        On an accelerator the copy runs on a stream of its own, beside the work of the
-        current stream; elsewhere it is made at once. The cache holds two prefetched ranges
+        On an accelerator the copy runs on a stream of its own. It starts after the work that
+        the current stream has been given so far and runs beside what comes later, so ask for
+        the next range before queuing the work on this one. Elsewhere the copy is made at once.
+        The cache holds two prefetched ranges
         at most and drops the older one for a third. A prefetch changes what `fetch` costs
         and never what it returns.
 
@@ -167,19 +173,24 @@ class TeacherLogitCache:
         target = key[2]
         # as in fetch
         with torch.inference_mode(False), torch.no_grad():
+            out = self._room(key)
             if not is_accelerator(target):
-                self._arrivals[key] = Arrival(self._copy(host, key), None)
+                self._fill(host, key, out)
+                self._arrivals[key] = Arrival(out)
                 return
             if target not in self._streams:
                 self._streams[target] = torch.Stream(target)
-            with self._streams[target]:
-                self._arrivals[key] = Arrival(self._copy(host, key), mark(target))
+            side, home = self._streams[target], torch.accelerator.current_stream(target)
+            # the room may be what a reader queued before this has just left
+            side.wait_stream(home)
+            with side:
+                self._fill(host, key, out)
+                self._arrivals[key] = Arrival(out, side, home)
 
     def free(self) -> None:
         """Give the memory back, prefetched ranges included. Freeing twice is fine.
 
-        Copies that are still under way end safely: both allocators keep memory that a
-        stream uses.
+        Copies that are still under way end safely: their memory is kept until then.
         """
         self._host = None
         self._arrivals.clear()
@@ -269,48 +280,17 @@ class TeacherLogitCache:
             return torch.device(target.type, torch.accelerator.current_device_index())
         return torch.device("cpu") if target.type == "cpu" else target
 
-    def _copy(self, host: HostRows, key: _Key) -> Tensor:
-        """A new tensor with this range, in the stored dtype."""
-        start, end, target = key
+    def _room(self, key: _Key) -> Tensor:
+        """An empty tensor for this range, in the stored dtype."""
+        shape = (*self._shape[:-2], key[1] - key[0], self._shape[-1])
+        return torch.empty(shape, dtype=self._dtype, device=key[2])
+
+    def _fill(self, host: HostRows, key: _Key, out: Tensor) -> None:
+        """Copy this range to `out`, on the current stream of its device."""
+        start, _, target = key
         wait(self._stored, target)
-        width, length = self._shape[-1], len(self)
-        if len(self._shape) == 2:
-            out = torch.empty(end - start, width, dtype=self._dtype, device=target)
+        if out.dim() == 2:
             host.read(start, out)
-            return out
-        out = torch.empty(self._shape[0], end - start, width, dtype=self._dtype, device=target)
-        for b in range(self._shape[0]):
-            host.read(b * length + start, out[b])
-        return out
-
-
-def _columns(shard: VocabShard | None) -> str:
-    if shard is None:
-        return "no shard"
-    return f"columns [{shard.start}, {shard.end}) of {shard.global_size}"
-
-
-def _check_source(logits: Tensor, shard: VocabShard | None, dtype: torch.dtype) -> None:
-    where = "TeacherLogitCache.store:"
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"{where} logits must be a tensor, got {type(logits).__name__}")
-    if hasattr(logits, "to_local"):
-        raise TypeError(
-            f"{where} logits must be a plain tensor, got {type(logits).__name__}; "
-            "pass logits.to_local() and its shard"
-        )
-    if not logits.dtype.is_floating_point:
-        raise TypeError(f"{where} logits must be floating, got {logits.dtype}")
-    if dtype not in _DTYPES:
-        raise TypeError(f"{where} dtype must be bfloat16, float16, float32 or float64, got {dtype}")
-    if logits.dim() not in (2, 3):
-        raise ValueError(f"{where} logits must be [rows, L] or [B, T, L], got {list(logits.shape)}")
-    if shard is None:
-        return
-    if not isinstance(shard, VocabShard):
-        raise TypeError(f"{where} shard must be a VocabShard, got {type(shard).__name__}")
-    if shard.width != logits.shape[-1]:
-        raise ValueError(
-            f"{where} the last dimension must be the shard's width, {shard.width} for "
-            f"{_columns(shard)}, got {list(logits.shape)}; pass this rank's columns only"
-        )
+            return
+        for b in range(out.shape[0]):
+            host.read(b * len(self) + start, out[b])
