@@ -88,3 +88,69 @@ def tiny_run(
 
 def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def recorded(path: Path, *overrides: str) -> dict[str, Any]:
+    """Train and tell everything: rollouts and metrics of each step, weights, optimizer state.
+
+    Every rank of a run calls it; weights and state come back whole, on all ranks alike.
+    """
+    import vocabtp.opsd.run as run_module
+    import vocabtp.opsd.step as step_module
+    from vocabtp.opsd.config import load_config
+    from vocabtp.opsd.trainer import Trainer
+
+    rollouts, reports, weights = [], [], []
+    generate, stepper = step_module.generate, run_module.Stepper
+
+    def watched(*args, **options):
+        rollout = generate(*args, **options)
+        rollouts.append((options["step"], rollout.sample_ids, rollout))
+        return rollout
+
+    class Watched(stepper):
+        def run(self, step, signum=0):
+            before = whole(self.models.student.module.named_parameters())
+            report = super().run(step, signum)
+            after = whole(self.models.student.module.named_parameters())
+            weights.append({name: not before[name].equal(after[name]) for name in before})
+            reports.append(report)
+            return report
+
+    step_module.generate, run_module.Stepper = watched, Watched
+    try:
+        trainer = Trainer(load_config(path, overrides))
+        engines = []
+        trainer_engine = trainer._engine
+        trainer._engine = lambda: engines.append(trainer_engine()) or engines[-1]
+        result = trainer.train()
+    finally:
+        step_module.generate, run_module.Stepper = generate, stepper
+    return {
+        "rollouts": rollouts,
+        "answers": [
+            (step, sample, answer)
+            for step, ids, rollout in rollouts
+            for sample, answer in zip(ids, rollout.responses(), strict=True)
+        ],
+        "losses": [report.metrics["loss"] for report in reports],
+        "metrics": [report.metrics for report in reports],
+        "applied": [report.result.applied for report in reports],
+        "changed": weights,
+        "result": result,
+        "weights": whole(trainer.models.student.module.named_parameters()),
+        "teacher": whole(trainer.models.teacher.model.module.named_parameters()),
+        "optimizer": whole(engines[0].state_tensors().items()),
+        "parameters": len(engines[0].slots),
+        "tied": trainer.models.student.tied,
+    }
+
+
+def whole(named) -> dict[str, Any]:
+    """Tensors by name, gathered from their shards, as copies."""
+    out = {}
+    for name, tensor in named:
+        tensor = tensor.detach()
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        out[name] = tensor.clone()
+    return out
