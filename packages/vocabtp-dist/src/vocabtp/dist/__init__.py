@@ -4,6 +4,13 @@ from vocabtp.dist._version import __version__
 from vocabtp.dist.agreement import agree
 from vocabtp.dist.collectives import GroupExchange
 from vocabtp.dist.gather import gather_vocab
+from vocabtp.dist.ops import (
+    vocab_parallel_entropy,
+    vocab_parallel_jsd,
+    vocab_parallel_kl_div,
+    vocab_parallel_logprobs,
+    vocab_parallel_logprobs_and_entropy,
+)
 from vocabtp.dist.sampling import sampling_keys, vocab_parallel_argmax, vocab_parallel_sample
 from vocabtp.dist.shard import VocabShard
 
@@ -15,5 +22,10 @@ __all__ = [
     "gather_vocab",
     "sampling_keys",
     "vocab_parallel_argmax",
+    "vocab_parallel_entropy",
+    "vocab_parallel_jsd",
+    "vocab_parallel_kl_div",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_logprobs_and_entropy",
     "vocab_parallel_sample",
 ]

@@ -80,7 +80,7 @@ def prepare(
             raise
         error, claim = raised, NO_BOUNDS
     if not waiting:
-        if shard is not None:
+        if shard is not None and group_size(group) > 1:
             return local, shard
         return local, _lone_shard(op, local[0].shape[-1], claim, group)
     said = {**_facts(local, claim), **(facts or {})}
