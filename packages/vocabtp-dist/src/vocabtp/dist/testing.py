@@ -6,9 +6,18 @@ and need no test framework. A layout is the list of `(start, end)` of all ranks,
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
+from vocabtp import kernels
+from vocabtp.dist import ops as losses
 from vocabtp.dist.shard import even_bounds
+from vocabtp.kernels import reference
+from vocabtp.kernels.testing import assert_no_worse
 
 
 def layouts(vocab_size: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
@@ -46,6 +55,129 @@ def piece(x: Tensor, bounds: tuple[int, int], *, requires_grad: bool = False) ->
     return x[..., bounds[0] : bounds[1]].detach().clone().requires_grad_(requires_grad)
 
 
-def tensor_pieces(x: Tensor, bounds: list[tuple[int, int]]) -> list[Tensor]:
-    """The columns of all ranks, views; `[..., V]` -> R times `[..., end - start]`."""
-    return [x[..., start:end] for start, end in bounds]
+class Op(NamedTuple):
+    """One sharded op beside its dense definition and its single-device form."""
+
+    sharded: Callable[..., Any]
+    dense: Callable[..., Any]  # vocabtp.kernels
+    truth: Callable[..., Any]  # vocabtp.kernels.reference, fp64
+    sides: int  # logits tensors it takes
+    takes_ids: bool
+    options: dict[str, Any]
+
+
+def ops() -> dict[str, Op]:
+    """Every loss of the package with the options that change its formula, by name."""
+
+    def variants(
+        name: str, sides: int, takes_ids: bool, *options: dict[str, Any]
+    ) -> Iterator[tuple[str, Op]]:
+        for option in options:
+            title = " ".join([name, *(f"{k}={v}" for k, v in option.items())])
+            yield (
+                title,
+                Op(
+                    getattr(losses, f"vocab_parallel_{name}"),
+                    getattr(kernels, name),
+                    getattr(reference, name),
+                    sides,
+                    takes_ids,
+                    option,
+                ),
+            )
+
+    hot: dict[str, Any] = {"temperature": 1.7}
+    clip: dict[str, Any] = {"pointwise_clip": 0.05}
+    return dict(
+        [
+            *variants("logprobs", 1, True, {}, hot, {"ignore_index": 3}),
+            *variants("entropy", 1, False, {}, hot),
+            *variants("logprobs_and_entropy", 1, True, {}, hot),
+            *variants("kl_div", 2, False, {}, {"reverse": True}, hot, clip),
+            *variants("kl_div", 2, False, {"reverse": True, **clip, **hot}),
+            *variants("jsd", 2, False, {}, {"beta": 0.1, "rescale": True}, {"beta": 0.0}),
+            *variants("jsd", 2, False, {"beta": 1.0}, {"beta": 0.3, **clip}, hot),
+        ]
+    )
+
+
+def hard_logits(rows: int, vocab_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Student and teacher `[rows, vocab_size]` fp32 with the rows that break implementations.
+
+    Among ordinary rows: large offsets, equal logits, masked tokens (the same on both sides),
+    support in one column only (the first or the last), no support at all, NaN.
+    """
+    g = torch.Generator().manual_seed(seed)
+    student = torch.randn(rows, vocab_size, generator=g) * 3
+    teacher = student + torch.randn(rows, vocab_size, generator=g)
+    if rows < 10:
+        return student, teacher
+    for x in (student, teacher):
+        x[0] = 0.5
+        x[1] += 1e4
+        x[2, ::2] = -math.inf
+        x[3, : vocab_size // 2] = -math.inf
+        x[4, :-1] = -math.inf
+        x[5, 1:] = -math.inf
+        x[6] = -math.inf
+        x[7, vocab_size // 3] = math.nan
+        x[8, -1] = 60.0
+    teacher[1] -= 2e4
+    teacher[9] = student[9]
+    return student, teacher
+
+
+def check_op(
+    op: Op,
+    logits: Sequence[Tensor],
+    bounds: tuple[int, int],
+    upstream: Sequence[Tensor],
+    *,
+    index: Tensor | None = None,
+    slack: float = 4.0,
+    **call: Any,
+) -> tuple[Tensor, ...]:
+    """Run an op on this rank's columns and judge values and gradients by the fp64 reference.
+
+    Args:
+        op: one of `ops()`.
+        logits: the whole `[..., V]` tensors, equal on all ranks, in the dtype to run in.
+        bounds: this rank's columns.
+        upstream: gradient of each output of the op.
+        index: ids, for an op that takes them.
+        slack: how many times the single-device op's own error is allowed.
+        **call: `tp_group`, `shard` or bounds, handed to the op.
+
+    Returns:
+        The op's outputs, to compare between ranks.
+
+    Raises:
+        AssertionError: a value or gradient is further from the truth than allowed, an input was
+            written, or a gradient has another dtype or shape than its logits.
+    """
+    ids = () if index is None else (index,)
+    local = [piece(x, bounds, requires_grad=True) for x in logits]
+    before = [x.detach().clone() for x in local]
+    outputs = _tuple(op.sharded(*local, *ids, **op.options, **call))
+    grads = torch.autograd.grad(outputs, local, upstream)
+    for x, old in zip(local, before, strict=True):
+        assert torch.equal(x.view(torch.uint8), old.view(torch.uint8)), "an input was written"
+    whole = [x.detach().clone().requires_grad_() for x in logits]
+    dense = _tuple(op.dense(*whole, *ids, **op.options))
+    dense_grads = torch.autograd.grad(dense, whole, upstream)
+    truth = _tuple(op.truth(*[x.double() for x in logits], *ids, **op.options))
+    true_grads = reference.gradients(op.truth, logits, upstream, index=index, **op.options)
+    for i, (value, plain, right) in enumerate(zip(outputs, dense, truth, strict=True)):
+        assert_no_worse(value, plain, right, slack=slack, what=f"output {i}")
+    for i, (grad, plain, right) in enumerate(zip(grads, dense_grads, true_grads, strict=True)):
+        assert grad.dtype == logits[i].dtype
+        assert grad.shape == local[i].shape
+        # over the whole row, so that a shard of small gradients is judged by the row's scale
+        padded = plain.clone()
+        padded[..., bounds[0] : bounds[1]] = grad
+        assert_no_worse(padded, plain, right, slack=slack, what=f"gradient {i}")
+    return tuple(x.detach() for x in outputs)
+
+
+def _tuple(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)

@@ -1,0 +1,73 @@
+"""Every loss at every layout against the dense fp64 reference, many checks a group of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import vocabtp.dist as vd
+from vocabtp.dist.testing import check_op, hard_logits, layouts, ops, piece
+
+ROWS, VOCAB = 14, 19
+
+
+def _upstream(op, rows, ids):
+    g = torch.Generator().manual_seed(1)
+    shapes = [ids.shape, (rows,)] if op.takes_ids else [(rows,)]
+    outputs = 2 if "and_entropy" in op.sharded.__name__ else 1
+    out = [torch.rand(shape, generator=g) + 0.5 for shape in shapes[:outputs]]
+    out[0][11 % rows] = 0.0
+    return out
+
+
+def _inputs(dtype, op):
+    g = torch.Generator().manual_seed(2)
+    logits = [x.to(dtype) for x in hard_logits(ROWS, VOCAB)[: op.sides]]
+    ids = torch.randint(VOCAB, (ROWS, 3), generator=g)
+    ids[10] = -100
+    ids[12, 1] = ids[12, 0]  # one id twice
+    ids[4:6] = torch.tensor([[VOCAB - 1], [0]])  # the only supported token
+    ids[2:4] = VOCAB - 2  # supported
+    if "ignore_index" in op.options:
+        ids[10] = op.options["ignore_index"]
+    return logits, ids
+
+
+def _conformance(rank, world):
+    """All ops, layouts and dtypes; returns outputs to compare bitwise between ranks."""
+    G = dist.group.WORLD if world > 1 else None
+    out = {}
+    for cut, all_bounds in layouts(VOCAB, world).items():
+        bounds = all_bounds[rank]
+        shard = vd.VocabShard(*bounds, VOCAB, G).check()
+        for number, (title, op) in enumerate(ops().items()):
+            for dtype in (torch.float32, torch.bfloat16):
+                logits, ids = _inputs(dtype, op)
+                if op.takes_ids and number % 2:
+                    ids = ids[:, 0]
+                # half of the calls with a shard, half with the group alone or with bounds
+                call = {"shard": shard}
+                if (number + (dtype is torch.bfloat16)) % 2:
+                    call = {"tp_group": G}
+                    if op.takes_ids and dtype is torch.bfloat16:
+                        call["vocab_start_index"], call["vocab_end_index"] = bounds
+                        call["global_vocab_size"] = VOCAB
+                upstream = _upstream(op, ROWS, ids)
+                index = ids if op.takes_ids else None
+                name = f"{cut}: {title} {dtype}"
+                try:
+                    out[name] = check_op(op, logits, bounds, upstream, index=index, **call)
+                except AssertionError as error:
+                    error.add_note(name)
+                    raise
+    return out
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_values_and_gradients_at_every_layout(ranks, world):
+    results = ranks(_conformance, world, limit=120)
+    assert len(results[0]) == len(ops()) * 2 * len(layouts(VOCAB, world))
+    for name, values in results[0].items():
+        for other in results[1:]:
+            for a, b in zip(values, other[name], strict=True):
+                assert a.dtype == torch.float32
+                assert torch.equal(a.view(torch.int32), b.view(torch.int32)), name
