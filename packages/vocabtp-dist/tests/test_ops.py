@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import vocabtp.dist as vd
-from vocabtp.dist.testing import check_op, hard_logits, layouts, ops, piece
+from vocabtp.dist.testing import check_op, hard_logits, layouts, ops
 
 ROWS, VOCAB = 14, 19
 

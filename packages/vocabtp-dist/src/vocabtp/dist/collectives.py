@@ -68,8 +68,16 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     out = x.new_empty((group_size(group), *x.shape))
     if x.numel() > 0:
         # flat, since backends differ in which multi-dimensional outputs they take
-        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+        _all_gather(out.view(-1), x.contiguous().view(-1), group)
     return out
+
+
+def _all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
+    """One all_gather of flat tensors, under the name that this version of torch has for it."""
+    if hasattr(dist, "all_gather_single"):  # torch 2.13 deprecates the older name
+        dist.all_gather_single(out, x, group=group)
+    else:
+        dist.all_gather_into_tensor(out, x, group=group)
 
 
 def all_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
