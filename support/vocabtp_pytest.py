@@ -8,6 +8,7 @@ import importlib.util
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -19,7 +20,9 @@ import pytest
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-_preload = ["torch", "torch.distributed"]
+# imported once by the server that ranks are forked from, not once a rank; autograd with upstream
+# gradients imports the third: seconds of sympy
+_preload = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes"]
 _A_MODEL = "transformers.models.qwen2.modeling_qwen2"
 
 
@@ -41,7 +44,11 @@ def _entry(path, qualname, rank, world, root, limit, args):
     import torch.distributed as dist
 
     stack = open(f"{root}/stack{rank}", "w")  # noqa: SIM115 (lives as long as the process)
-    faulthandler.dump_traceback_later(limit * 0.8, file=stack)
+    faulthandler.enable(file=stack)  # gloo aborts the process where sizes do not match
+    # the parent asks for the stack; faulthandler answers even from inside a collective
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    # an orphan (the parent was killed) ends by itself
+    faulthandler.dump_traceback_later(limit + 5, exit=True, file=stack)
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -62,14 +69,54 @@ def _entry(path, qualname, rank, world, root, limit, args):
     os._exit(0)
 
 
-def _report(root: str, world: int, codes: list[int | None], hung: list[int]) -> str:
-    text = [f"exit codes {codes}, stopped at the deadline: {hung}"]
-    for kind in ("err", "stack"):
-        for rank in range(world):
+def _wait(live, seconds, until_failure):
+    """Join ranks that end within `seconds`; stop early at the first one that failed."""
+    end = time.monotonic() + seconds
+    while live and (left := end - time.monotonic()) > 0:
+        for sentinel in wait(list(live), timeout=left):
+            proc = live.pop(sentinel)
+            proc.join()
+            if until_failure and proc.exitcode != 0:
+                return
+
+
+def _ended(proc, asked):
+    """How a rank ended, in words."""
+    if asked:
+        return "was still running and was stopped"
+    code = proc.exitcode
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _report(root, endings):
+    text = [f"rank {rank} {ending}" for rank, ending in enumerate(endings)]
+    for kind, title in (("err", "error"), ("stack", "stack")):
+        for rank in range(len(endings)):
             file = Path(root, f"{kind}{rank}")
             if file.exists() and (body := file.read_text().strip()):
-                text.append(f"--- rank {rank} {kind}\n{body}")
+                text.append(f"--- rank {rank} {title}\n{body}")
     return "\n".join(text)
+
+
+def _run(procs, limit):
+    """Start the ranks and wait for all; returns how each that did not succeed ended, else []."""
+    for proc in procs:
+        proc.start()
+    live = {proc.sentinel: proc for proc in procs}
+    _wait(live, limit * 0.9, until_failure=True)
+    if live or any(proc.exitcode != 0 for proc in procs):
+        _wait(live, 1.0, until_failure=False)  # peers may have an error of their own to tell
+    stopped = list(live.values())
+    for proc in stopped:
+        os.kill(proc.pid, signal.SIGUSR1)
+    if stopped:
+        time.sleep(0.3)
+    for proc in stopped:
+        proc.kill()
+        proc.join()
+    if all(proc.exitcode == 0 for proc in procs):
+        return []
+    return [_ended(proc, proc in stopped) for proc in procs]
 
 
 @pytest.fixture
@@ -77,7 +124,8 @@ def ranks(tmp_path):
     """Call ranks(fn, world, *args): fn(rank, world, *args) on every rank, results in rank order.
 
     `fn` is a module-level function. A rank that raises, dies or hangs fails the test within
-    `limit` seconds with the traceback or stack of every rank.
+    `limit` seconds with the error of every rank that has one and the stack of every rank that was
+    still running.
     """
 
     def call(fn, world, *args, limit=60.0):
@@ -90,25 +138,12 @@ def ranks(tmp_path):
             ctx.Process(target=_entry, daemon=True, args=(*place, r, world, root, limit, args))
             for r in range(world)
         ]
-        for p in procs:
-            p.start()
-        end, failed = time.monotonic() + limit, False
-        live = {p.sentinel: p for p in procs}
-        while live and not failed and time.monotonic() < end:
-            for s in wait(list(live), timeout=max(0.0, end - time.monotonic())):
-                p = live.pop(s)
-                p.join()
-                failed |= p.exitcode != 0
-        if failed:  # give peers a moment to report, then stop them
-            wait(list(live), timeout=1.0)
-        codes = [p.exitcode for p in procs]
-        hung = [r for r, code in enumerate(codes) if code is None]
-        for p in procs:
-            p.kill()
-            p.join()
-        if failed or hung:
-            pytest.fail(_report(root, world, codes, hung), pytrace=False)
-        return [pickle.loads(Path(root, f"out{r}").read_bytes()) for r in range(world)]
+        if endings := _run(procs, limit):
+            pytest.fail(_report(root, endings), pytrace=False)
+        outs = [Path(root, f"out{r}") for r in range(world)]
+        if missing := [r for r, out in enumerate(outs) if not out.exists()]:
+            pytest.fail(f"ranks {missing} left without a result", pytrace=False)
+        return [pickle.loads(out.read_bytes()) for out in outs]
 
     return call
 

@@ -160,10 +160,6 @@ def _small_cases(rank, world):
         lp, h = vd.vocab_parallel_logprobs_and_entropy(local, ids, G)
         close(lp[:4], [0, 0, 0, -0.440190])
         close(h[:4], [0, 0, 0, 0.947537])
-        assert (
-            torch.equal(lp, vd.vocab_parallel_logprobs(local, ids, G).nan_to_num())
-            or lp.isnan().any()
-        )
         forward = vd.vocab_parallel_kl_div(local, local.detach(), False, G)
         reverse = vd.vocab_parallel_kl_div(local, local.detach(), True, G)
         js = vd.vocab_parallel_jsd(local, local.detach(), 0.5, G)
