@@ -68,6 +68,16 @@ def _report_pid(rank, world, folder):
     sleep_forever()
 
 
+@pytest.fixture(autouse=True)
+def server(ranks):
+    """Start the fork server before anything is timed: its imports take seconds, once a run."""
+    ranks(_nothing, 1)
+
+
+def _nothing(rank, world):
+    pass
+
+
 def failure(call):
     """The report of a run that must fail, and how long that took."""
     start = time.monotonic()
