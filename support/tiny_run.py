@@ -90,11 +90,13 @@ def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def recorded(path: Path, *overrides: str) -> dict[str, Any]:
+def recorded(path: Path, *overrides: str, report: bool = False) -> dict[str, Any]:
     """Train and tell everything: rollouts and metrics of each step, weights, optimizer state.
 
-    Every rank of a run calls it; weights and state come back whole, on all ranks alike.
+    Every rank of a run calls it; weights and state come back whole, on all ranks alike. Drawing
+    the report takes longer than such a run, so it is left out by default.
     """
+    import vocabtp.opsd.output as output_module
     import vocabtp.opsd.run as run_module
     import vocabtp.opsd.step as step_module
     from vocabtp.opsd.config import load_config
@@ -102,6 +104,9 @@ def recorded(path: Path, *overrides: str) -> dict[str, Any]:
 
     rollouts, reports, weights = [], [], []
     generate, stepper = step_module.generate, run_module.Stepper
+    write_report = output_module.write_report
+    if not report:
+        output_module.write_report = lambda folder, **_: folder / "report.html"
 
     def watched(*args, **options):
         rollout = generate(*args, **options)
@@ -126,6 +131,7 @@ def recorded(path: Path, *overrides: str) -> dict[str, Any]:
         result = trainer.train()
     finally:
         step_module.generate, run_module.Stepper = generate, stepper
+        output_module.write_report = write_report
     return {
         "rollouts": rollouts,
         "answers": [

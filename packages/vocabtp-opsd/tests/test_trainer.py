@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_three_sgd_updates_are_the_dense_ones(ranks, tmp_path, world):
 
 def test_training_happens_and_the_teacher_stays(tmp_path):
     path = tiny_run(tmp_path, held_out=3, model={"attention_dropout": 0.1})
-    run = recorded(path)
+    run = recorded(path, report=True)
     assert run["applied"] == [True] * 3
     # every applied step moves every weight (k biases have no gradient by symmetry of softmax)
     for changed in run["changed"]:
@@ -149,12 +150,9 @@ def test_resume_is_exact(tmp_path):
     )
     straight = recorded(path, f"training.save_dir={tmp_path / 'one'}")
     two = f"training.save_dir={tmp_path / 'two'}"
-    # save_steps decides nothing; max_steps does: the schedule must be that of 6 steps
+    # the second half is lost, not planned: the schedule is that of 6 steps throughout
     first = recorded(path, two)
-    for late in ("step-00000006",):
-        import shutil
-
-        shutil.rmtree(tmp_path / "two" / "checkpoints" / late)
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-00000006")
     torch.manual_seed(999)
     resumed = recorded(path, two)
     assert first["losses"] == straight["losses"]
@@ -188,8 +186,8 @@ def test_half_written_checkpoints_are_passed_over(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="vocabtp.opsd"):
         resumed = recorded(path)
     text = caplog.text
-    for said in ("half of", "bytes instead of", "no file COMPLETE", "did not finish"):
-        assert said in text or said == "half of"
+    for said in ("bytes instead of", "no file COMPLETE", "did not finish"):
+        assert said in text
     assert "step-00000001: step 2 is the next" in text
     assert resumed["losses"] == straight["losses"][1:]
     assert same(resumed["weights"], straight["weights"])
