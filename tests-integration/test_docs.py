@@ -117,6 +117,13 @@ def test_keys_in_the_text_exist():
         assert not wrong, f"{name(page)} names keys that do not exist: {sorted(wrong)}"
 
 
+def test_source_files_in_the_text_exist():
+    named = re.findall(r"`vocabtp/(\w+)/([\w/]+\.py)`", (ROOT / "docs/walk.md").read_text())
+    assert len(named) >= 5
+    for layer, file in named:
+        assert (ROOT / f"packages/vocabtp-{layer}/src/vocabtp/{layer}" / file).is_file(), file
+
+
 def configuration_script() -> ModuleType:
     file = ROOT / "docs/scripts/configuration.py"
     spec = importlib.util.spec_from_file_location("docs_configuration", file)
