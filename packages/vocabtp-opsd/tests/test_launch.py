@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,7 +32,7 @@ class Trainer:
             hit = []
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda n, frame: hit.append(n))
-            print("ready", flush=True)
+            print("ready", os.getpid(), flush=True)
             while not hit:
                 time.sleep(0.05)
             print("saved", flush=True)
@@ -112,13 +113,24 @@ def test_failure_is_told_once_with_its_own_code(start, how, message, code):
     assert process.returncode == code
 
 
-def wait_ready(process):
-    for _ in range(2):
-        assert process.stdout.readline() == "ready\n"
+@pytest.fixture
+def wait_ready():
+    pids = []
+
+    def call(process):
+        for _ in range(2):
+            word, pid = process.stdout.readline().split()
+            assert word == "ready"
+            pids.append(int(pid))
+
+    yield call
+    for pid in pids:  # a test that fails must not leave its ranks behind
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_lets_every_rank_save(start, number):
+def test_signal_lets_every_rank_save(start, wait_ready, number):
     process = start("train", "wait")
     wait_ready(process)
     began = time.monotonic()
@@ -130,7 +142,7 @@ def test_signal_lets_every_rank_save(start, number):
     assert time.monotonic() - began < 10
 
 
-def test_ranks_do_not_outlive_a_killed_parent(start):
+def test_ranks_do_not_outlive_a_killed_parent(start, wait_ready):
     process = start("train", "wait")
     wait_ready(process)
     process.kill()
@@ -165,6 +177,10 @@ class TestJudge:
     def test_own_error_before_ranks_that_the_parent_ended(self):
         for code in (-9, -15):
             assert judge({0: code, 1: 1}, {1: CRASH}).failure is CRASH
+
+    def test_ranks_that_the_parent_ended_come_last(self):
+        for code in (7, -9, -11):
+            assert judge({0: -15, 1: code}, {}).failure.rank == 1
 
     def test_crash_in_native_code_before_an_echo_and_an_ended_rank(self):
         outcome = judge({0: 1, 1: -11, 2: -15}, {0: ECHO})
