@@ -90,7 +90,7 @@ def test_a_script_runs_on_two_ranks(block, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
 
