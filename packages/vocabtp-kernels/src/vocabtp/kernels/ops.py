@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vocabtp.kernels import _checks, _ids
+from vocabtp.kernels import _ids, checks
 from vocabtp.kernels._autograd import (
     Entropy,
     Jsd,
@@ -107,12 +107,12 @@ def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LO
         ValueError: logits of no dimension, a temperature out of range.
     """
     _ids.check_ids()
-    checked = _checks.logits("entropy", "logits", logits)
+    checked = checks.logits("entropy", "logits", logits)
     spec = TokenSpec(
         name="entropy",
         implementation=choose("entropy", checked).implementation,
         exchange=exchange,
-        temperature=_checks.temperature("entropy", temperature),
+        temperature=checks.temperature("entropy", temperature),
     )
     values: Tensor = call(Entropy, checked, spec)
     return values.view(checked.shape[:-1])
@@ -197,15 +197,15 @@ def kl_div(
         ValueError: shapes or devices that differ, a temperature or clip out of range.
     """
     _ids.check_ids()
-    student, teacher = _checks.pair("kl_div", student_logits, teacher_logits)
+    student, teacher = checks.pair("kl_div", student_logits, teacher_logits)
     spec = PairSpec(
         name="kl_div",
         implementation=choose("kl_div", student, teacher).implementation,
         exchange=exchange,
-        temperature=_checks.temperature("kl_div", temperature),
-        clip=_checks.clip("kl_div", pointwise_clip),
+        temperature=checks.temperature("kl_div", temperature),
+        clip=checks.clip("kl_div", pointwise_clip),
     )
-    return _kl(student, teacher, _checks.flag("kl_div", "reverse", reverse), spec)
+    return _kl(student, teacher, checks.flag("kl_div", "reverse", reverse), spec)
 
 
 def jsd(
@@ -251,17 +251,17 @@ def jsd(
         (arXiv:2306.13649).
     """
     _ids.check_ids()
-    student, teacher = _checks.pair("jsd", student_logits, teacher_logits)
-    share = _checks.beta("jsd", beta)
-    scaled = _checks.flag("jsd", "rescale", rescale)
+    student, teacher = checks.pair("jsd", student_logits, teacher_logits)
+    share = checks.beta("jsd", beta)
+    scaled = checks.flag("jsd", "rescale", rescale)
     interior = 0.0 < share < 1.0
     share = max(share, _LEAST_BETA) if interior else share
     spec = PairSpec(
         name="jsd",
         implementation=choose("jsd", student, teacher).implementation,
         exchange=exchange,
-        temperature=_checks.temperature("jsd", temperature),
-        clip=_checks.clip("jsd", pointwise_clip),
+        temperature=checks.temperature("jsd", temperature),
+        clip=checks.clip("jsd", pointwise_clip),
         beta=share,
         scale=1.0 / (share * (1.0 - share)) if scaled and interior else 1.0,
     )
@@ -290,11 +290,11 @@ def _token_call(
 ) -> tuple[Tensor, Tensor, TokenSpec]:
     """Check the arguments of the two ops that take ids; ids come back as `[N, K]`."""
     _ids.check_ids()
-    checked = _checks.logits(caller, "logits", logits)
-    ids = _checks.index(caller, index, checked)
-    start = _checks.integer(caller, "vocab_start", vocab_start)
+    checked = checks.logits(caller, "logits", logits)
+    ids = checks.index(caller, index, checked)
+    start = checks.integer(caller, "vocab_start", vocab_start)
     width = checked.shape[-1]
-    size = width if vocab_size is None else _checks.integer(caller, "vocab_size", vocab_size)
+    size = width if vocab_size is None else checks.integer(caller, "vocab_size", vocab_size)
     if not 0 <= start <= start + width <= size:
         raise ValueError(
             f"{caller}: the shard must lie in the vocabulary, got columns {start} to "
@@ -303,13 +303,13 @@ def _token_call(
     if validate_ids is None:
         at_once = ids.device.type == "cpu"
     else:
-        at_once = _checks.flag(caller, "validate_ids", validate_ids)
+        at_once = checks.flag(caller, "validate_ids", validate_ids)
     spec = TokenSpec(
         name=caller,
         implementation=choose(caller, checked).implementation,
         exchange=exchange,
-        temperature=_checks.temperature(caller, temperature),
-        ignore_index=_checks.integer(caller, "ignore_index", ignore_index),
+        temperature=checks.temperature(caller, temperature),
+        ignore_index=checks.integer(caller, "ignore_index", ignore_index),
         vocab_start=start,
         vocab_size=size,
         at_once=at_once,

@@ -1,4 +1,8 @@
-"""What a caller can get wrong in an op's arguments, said in one line."""
+"""What a caller can get wrong in an op's arguments, said in one line.
+
+Public for whoever calls the ops with an exchange: the same checks, before the first collective, so
+that all ranks can agree on an error that one of them alone would raise.
+"""
 
 from __future__ import annotations
 
