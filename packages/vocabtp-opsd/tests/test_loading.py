@@ -11,7 +11,7 @@ from vocabtp.opsd import model_files
 from vocabtp.opsd.config import load_config
 from vocabtp.opsd.errors import ModelError
 from vocabtp.opsd.model import load_model, load_models
-from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.parallel import Layout, make_layout
 
 
 def save(path, kind="llama", **changes):
@@ -164,7 +164,7 @@ LAYOUT_CASES = [
     ("llama", {}, 3, True, r"does not divide its 4 attention heads"),
     ("phi3", {"pad_token_id": 0}, 2, True, r"'rowwise_split_input' on model\.layers\.0"),
     ("gpt2", {"vocab": 5}, 4, True, r"size 5 over parallel\.tp 4"),
-    ("llama", {"num_key_value_heads": 4, "intermediate_size": 5}, 4, False, r"mlp\.\w+ of size 5"),
+    ("llama", {"num_key_value_heads": 4, "intermediate_size": 6}, 4, False, r"size 6 of .*mlp"),
     ("mixtral", {}, 2, True, r"tensor-parallel plan asks for '\w+' on"),
 ]
 
@@ -185,3 +185,70 @@ def test_a_pair_without_a_plan_needs_no_head_count(tmp_path):
     section = config_for(tmp_path, "a", "b").student
     # gpt2 keeps its backbone whole, so 4 heads over 3 ranks are fine
     model_files.check_layout(section, tiny_config("gpt2"), "student", 3, True)
+
+
+def _pair_at_tp2(rank, world, root):
+    place = root / f"rank{rank}"
+    place.mkdir()
+
+    def config(student, teacher, *overrides):
+        return config_for(place, root / student, root / teacher, f"parallel.tp={world}", *overrides)
+
+    plain = config("a", "b")
+    layout = make_layout(plain.parallel)
+    tokens = torch.tensor([[3, 1, 4, 36, 2]])
+    response = torch.tensor([[False, False, True, True, True]])
+    out = {}
+    for name, wanted in (
+        ("cut", plain),
+        ("whole", config("a", "b", "distillation.loss_backend=dense")),
+        ("common", config("a", "c", "distillation.vocab=common")),
+    ):
+        pair = load_models(wanted, layout, 37)
+        assert pair[0].shard == pair[1].shard
+        ones = torch.ones_like(tokens)
+        logits = [m.response_logits(tokens, ones, response).detach() for m in pair]
+        out[name] = (pair[0].shard.start, pair[0].shard.end, logits)
+        assert not any(p.requires_grad for p in pair[1].module.parameters())
+        assert not any(part.training for part in pair[1].module.modules())
+    messages = []
+    # on rank 1 alone: a file that only its machine lacks
+    lone = config("a", "a").teacher
+    if rank == 1:
+        lone = lone.model_copy(update={"model_name_or_path": str(root / "gone")})
+    for wanted in (
+        config("a", "c"),
+        plain.model_copy(update={"teacher": lone}),
+        config("a", "odd"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            load_models(wanted, layout, 37)
+        messages.append(str(caught.value))
+    return out, messages
+
+
+def test_pairs_load_at_tp2_and_no_rank_fails_alone(tmp_path, ranks):
+    """B25 too: every rank stops with the message."""
+    save(tmp_path / "a", "qwen3", tied=True)
+    save(tmp_path / "b", seed=1)
+    save(tmp_path / "c", seed=1, vocab=44)
+    save(tmp_path / "odd", num_key_value_heads=1)
+    (first, text), (second, other) = ranks(_pair_at_tp2, 2, tmp_path, limit=120)
+    assert text == other
+    assert "columns" in text[0]
+    assert "there is no directory" in text[1]
+    assert "does not divide its 1 key-value heads" in text[2]
+    tokens = torch.tensor([[3, 1, 4, 36, 2]])
+    truth = {}
+    for name, kind, options in (
+        ("a", "qwen3", {"tied": True}),
+        ("b", "llama", {"seed": 1}),
+        ("c", "llama", {"seed": 1, "vocab": 44}),
+    ):
+        truth[name] = tiny_model(kind, **options)(tokens).logits[0, 1:4, :37]
+    for name, teacher in (("cut", "b"), ("whole", "b"), ("common", "c")):
+        (start, end, left), (_, last, right) = first[name], second[name]
+        assert (start, end, last) == ((0, 37, 37) if name == "whole" else (0, 19, 37))
+        for side, model in enumerate(("a", teacher)):
+            both = left[side] if name == "whole" else torch.cat([left[side], right[side]], 1)
+            torch.testing.assert_close(both, truth[model], rtol=1e-4, atol=1e-5)

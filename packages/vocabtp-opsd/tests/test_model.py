@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tiny_models import tiny_model
-from vocabtp.opsd.model import place_model
-from vocabtp.opsd.parallel import make_layout
+from vocabtp.dist import GroupExchange
+from vocabtp.kernels import logprobs
+from vocabtp.opsd.model import evaluating, place_model
+from vocabtp.opsd.parallel import Layout, make_layout
 
 
 def batch(lengths, vocab, seed):
@@ -101,3 +104,145 @@ def _gradients(rank, world):
 
 def test_gradients_and_logits_equal_dense_at_tp2(ranks):
     ranks(_gradients, 2, limit=120)
+
+
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def _wider(rank, world):
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    # 37 columns over 4: 10, 10, 10, 7
+    assert_as_dense(layout, "qwen3", 2, tied=True, **WIDE)
+    model = assert_as_dense(layout, "llama", 2, vocab=1031, pad_token_id=3, **WIDE)
+    assert_as_dense(layout, "gpt2", 2, tied=True, vocab=10)
+    return model.shard.start, model.shard.end, model.shard.global_size
+
+
+def test_gradients_and_logits_equal_dense_at_tp4(ranks):
+    bounds = ranks(_wider, 4, limit=120)
+    assert bounds == [(0, 258, 1031), (258, 516, 1031), (516, 774, 1031), (774, 1031, 1031)]
+
+
+def _whole_heads(rank, world):
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    for kind, changes in (("qwen3", {"tied": True}), ("llama", {}), ("gpt2", {"tied": True})):
+        model = assert_as_dense(layout, kind, 2, cut_vocab=False, **changes)
+        assert model.shard.tp_group is None
+        assert (model.shard.start, model.shard.end) == (0, 37)
+        assert not isinstance(model.module.get_output_embeddings().weight, DTensor)
+        cut = [p for p in model.module.parameters() if isinstance(p, DTensor)]
+        assert bool(cut) == (kind != "gpt2")
+
+
+def test_whole_heads_over_a_cut_backbone_equal_dense(ranks):
+    ranks(_whole_heads, 2, limit=120)
+
+
+# B46: logits = E[ids] @ E.T, rows 0-1 of E on rank 0, rows 2-3 on rank 1
+E = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])
+B46_GRAD = [[1.8336, -1.0906], [-0.7528, 0.1749], [-0.3280, 1.9507], [-0.2907, -0.8251]]
+
+
+def _tied(rank, world):
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    module = tiny_model("gpt2", tied=True, n_embd=2, n_head=1, n_layer=0, vocab=4)
+    module.transformer.ln_f = torch.nn.Identity()
+    with torch.no_grad():
+        module.transformer.wpe.weight.zero_()
+        module.transformer.wte.weight.copy_(E)
+    model = place_model(module, layout, name="tied", trainable=True)
+    module.eval()  # no dropout
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    assert embedding.weight is head.weight
+    assert [n for n, _ in module.named_parameters() if "wte" in n or "lm_head" in n] == [
+        "transformer.wte.weight"
+    ]
+    # two sequences of one token, each followed by the token that is scored
+    tokens = torch.tensor([[0, 1], [2, 3]])
+    response = torch.tensor([[False, True], [False, True]])
+    logits = model.response_logits(tokens, torch.ones_like(tokens), response)
+    sharded = {"exchange": GroupExchange(layout.tp_group), "vocab_size": 4}
+    targets = torch.tensor([1, 3])
+    loss = -logprobs(logits, targets, vocab_start=model.shard.start, **sharded).sum()
+    loss.backward()
+    storage = head.weight.to_local().untyped_storage().data_ptr()
+    grad = head.weight.grad.full_tensor()
+    torch.optim.SGD(module.parameters(), lr=0.5).step()
+    assert embedding.weight is head.weight
+    assert head.weight.to_local().untyped_storage().data_ptr() == storage
+    # only this rank's rows stay in memory
+    assert head.weight.to_local().untyped_storage().nbytes() == 2 * 2 * 4
+    return loss.item(), grad.tolist(), head.weight.full_tensor().tolist()
+
+
+def test_a_tied_head_is_one_parameter_with_both_gradients(ranks):
+    """B46."""
+    for loss, grad, after in ranks(_tied, 2):
+        assert abs(loss - 4.370192) < 1e-5
+        assert (torch.tensor(grad) - torch.tensor(B46_GRAD)).abs().max() < 1e-4
+        assert (torch.tensor(after) - (E - 0.5 * torch.tensor(B46_GRAD))).abs().max() < 1e-4
+
+
+def _no_rows(rank, world):
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    for kind in ("qwen3", "gpt2"):
+        model = place_model(tiny_model(kind), layout, name=kind, trainable=True)
+        tokens, mask, response = batch([(5, 0), (3, 0)], 37, 1)
+        logits = model.response_logits(tokens, mask, response)
+        assert logits.shape == (0, model.shard.width)
+        logits.sum().backward()
+        head = model.module.get_output_embeddings().weight
+        assert not whole(head.grad).any()
+
+
+def test_a_batch_without_response_tokens_has_zero_gradients(ranks):
+    ranks(_no_rows, 2)
+    _no_rows(0, 1)
+
+
+def test_only_response_rows_meet_the_head():
+    model = place_model(tiny_model("llama"), Layout(), name="m", trainable=True)
+    seen = []
+    head = model.module.get_output_embeddings()
+    head.register_forward_hook(lambda _m, args, _out: seen.append(args[0].shape))
+    model.response_logits(*batch(BATCHES[0][0], 37, 1))
+    assert seen == [(1, 10, 32)]
+    assert len(head._forward_pre_hooks) == 0
+
+
+def test_masks_that_nothing_predicts_or_of_other_shapes_are_refused():
+    model = place_model(tiny_model("llama"), Layout(), name="m", trainable=True)
+    tokens, mask, response = batch([(2, 2)], 37, 1)
+    response[0, 0] = True
+    with pytest.raises(ValueError, match="column 0"):
+        model.response_logits(tokens, mask, response)
+    with pytest.raises(ValueError, match=r"\[1, 4\], \[1, 4\] and \[1, 3\]"):
+        model.response_logits(tokens, mask, response[:, 1:])
+
+
+def _foreign_ids(rank, world):
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    model = place_model(tiny_model("llama"), layout, name="m", trainable=True)
+    before = dict(model.module.get_input_embeddings()._parameters)
+    for bad in (37, -1):
+        tokens = torch.tensor([[1, bad, 2]])
+        with pytest.raises(IndexError, match=r"not in \[0, 37\)"):
+            model.response_logits(tokens, torch.ones_like(tokens), tokens == 2)
+    # the weight that the lookup had swapped is back
+    assert model.module.get_input_embeddings()._parameters["weight"] is before["weight"]
+
+
+def test_ids_outside_the_vocabulary_are_errors_on_every_rank(ranks):
+    ranks(_foreign_ids, 2)
+
+
+def test_evaluating_restores_each_submodules_own_mode():
+    module = tiny_model("gpt2").train()
+    module.transformer.h[1].eval()
+    modes = [part.training for part in module.modules()]
+    assert True in modes
+    assert False in modes
+    with contextlib.suppress(KeyError), evaluating(module):
+        assert not any(part.training for part in module.modules())
+        raise KeyError
+    assert [part.training for part in module.modules()] == modes

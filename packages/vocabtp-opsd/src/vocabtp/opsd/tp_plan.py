@@ -66,7 +66,7 @@ def module_roles(model: Any, tp: int, *, cut_vocab: bool, name: str) -> dict[str
     if any(role == "colwise" for role in roles.values()):
         _check_attention_heads(model.config, tp, name)
     for path, role in roles.items():
-        _check_no_empty_shard(path, model.get_submodule(path), role, tp, name)
+        _check_size(path, model.get_submodule(path), role, tp, name)
     return roles
 
 
@@ -260,13 +260,20 @@ def _check_attention_heads(config: Any, tp: int, name: str) -> None:
             )
 
 
-def _check_no_empty_shard(path: str, module: nn.Module, role: Role, tp: int, name: str) -> None:
+def _check_size(path: str, module: nn.Module, role: Role, tp: int, name: str) -> None:
     if role == "sum_gradient":
         return
     assert isinstance(module, (nn.Linear, nn.Embedding))
     size = int(module.weight.shape[1 if role == "rowwise" else 0])
+    if role in ("colwise", "rowwise"):
+        # between the two the activations are plain tensors, which DTensor takes for equal parts
+        if size % tp:
+            raise ModelError(
+                f"{name}: parallel.tp {tp} does not divide the size {size} of {path}: "
+                "choose a parallel.tp that does"
+            )
     # as torch.chunk cuts: the last ranks may get nothing, and would fail alone in the forward
-    if -(-size // tp) * (tp - 1) >= size:
+    elif -(-size // tp) * (tp - 1) >= size:
         raise ModelError(
             f"{name}: cutting {path} of size {size} over parallel.tp {tp} leaves a rank without "
             "any part: choose a smaller parallel.tp"
