@@ -5,23 +5,7 @@ import torch
 
 import vocabtp.kernels as vk
 from vocabtp.kernels import reference
-
-# (function, options): all ops, both directions, beta at and between its ends, with and without clip
-CALLS = {
-    "logprobs": ("logprobs", {}),
-    "entropy": ("entropy", {}),
-    "logprobs_and_entropy": ("logprobs_and_entropy", {}),
-    "forward_kl": ("kl_div", {"reverse": False}),
-    "reverse_kl": ("kl_div", {"reverse": True}),
-    "forward_kl_clip": ("kl_div", {"reverse": False, "pointwise_clip": 0.05}),
-    "reverse_kl_clip": ("kl_div", {"reverse": True, "pointwise_clip": 0.05}),
-    "jsd": ("jsd", {"beta": 0.5}),
-    "jsd_low": ("jsd", {"beta": 0.02, "rescale": True}),
-    "jsd_high_clip": ("jsd", {"beta": 0.9, "rescale": True, "pointwise_clip": 0.01}),
-    "jsd_clip": ("jsd", {"beta": 0.5, "pointwise_clip": 0.01}),
-    "jsd_0": ("jsd", {"beta": 0.0}),
-    "jsd_1": ("jsd", {"beta": 1.0}),
-}
+from vocabtp.kernels.testing import OPS
 
 
 class Call:
@@ -29,7 +13,7 @@ class Call:
 
     def __init__(self, name):
         self.name = name
-        self.function, self.options = CALLS[name]
+        self.function, self.options = OPS[name]
         self.sides = 2 if self.function in ("kl_div", "jsd") else 1
         self.takes_ids = self.function.startswith("logprobs")
 
@@ -54,7 +38,7 @@ class Call:
         return reference.gradients(op, logits[: self.sides], upstream, **self._args(index, options))
 
 
-@pytest.fixture(params=CALLS)
+@pytest.fixture(params=list(OPS))
 def call(request):
     return Call(request.param)
 

@@ -8,12 +8,14 @@ and assumes that every rank back-propagates the same upstream gradient. `ctx` ho
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from vocabtp.kernels import _ids, _stats
 from vocabtp.kernels._backend import Implementation
@@ -61,6 +63,41 @@ class _Ctx(FunctionCtx):
     spec: Any
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
+
+
+class _NoSecond(torch.autograd.Function):
+    """Passes a gradient on, and raises when somebody differentiates it."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        raise RuntimeError(
+            "vocabtp.kernels: gradients of these ops cannot be differentiated again; "
+            "create_graph=True has no use here"
+        )
+
+
+def _once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Run a backward without a graph; differentiating its result raises.
+
+    torch's `once_differentiable` lets the result pass as a constant where the upstream gradient is
+    one, so that a gradient penalty would silently train on nothing.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            grads = backward(ctx, *upstream)
+        if not torch.is_grad_enabled():
+            return grads
+        return tuple(
+            call(_NoSecond, g.requires_grad_()) if isinstance(g, Tensor) else g for g in grads
+        )
+
+    return wrapped
 
 
 def call(function: type[torch.autograd.Function], *args: object) -> Any:
@@ -155,7 +192,7 @@ class Logprobs(torch.autograd.Function):
             return _token_values(stats, chosen, columns, spec.temperature)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: _Ctx, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         return _token_backward(ctx, grad, None), None, None
 
@@ -172,7 +209,7 @@ class Entropy(torch.autograd.Function):
             return _stats.finish_entropy(stats)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: _Ctx, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return _token_backward(ctx, None, grad), None
 
@@ -188,7 +225,7 @@ class LogprobsAndEntropy(torch.autograd.Function):
             return values, _stats.finish_entropy(stats)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(
         ctx: _Ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
@@ -235,7 +272,7 @@ class KlDiv(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: _Ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         spec: PairSpec = ctx.spec
         a, b, maxes, sums, flags, *terms = ctx.saved_tensors
@@ -276,7 +313,7 @@ class Jsd(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: _Ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         spec: PairSpec = ctx.spec
         student, teacher, *parts, terms = ctx.saved_tensors

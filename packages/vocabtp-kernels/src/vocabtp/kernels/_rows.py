@@ -57,6 +57,9 @@ def as_rows(tensor: Tensor) -> Rows:
     """View `tensor` `[..., L]` as rows, in row-major order of its leading dimensions."""
     tensor = tensor.detach()
     cols = tensor.shape[-1]
+    if tensor.numel() == 0:
+        # strides mean nothing here, and contiguous() leaves them as they are
+        return Rows(tensor.new_empty(1, tensor.shape[:-1].numel(), cols))
     if cols > 1 and tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
     lead = _collapse(tensor.shape[:-1], tensor.stride()[:-1])
@@ -70,8 +73,6 @@ def as_rows(tensor: Tensor) -> Rows:
 
 def _collapse(shape: torch.Size, strides: tuple[int, ...]) -> list[tuple[int, int]]:
     """Merge neighbouring dimensions that one stride can walk."""
-    if 0 in shape:
-        return [(0, 0)]
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:

@@ -211,9 +211,8 @@ def gradients(
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    x = logits.double()
     # +inf has no softmax either
-    x = torch.where(x == _INF, _NAN, x) / temperature
+    x = (logits.double() + torch.where(logits == _INF, _NAN, 0.0)) / temperature
     safe = torch.where(_undefined(logits).unsqueeze(-1), 0.0, x)
     return x - torch.logsumexp(safe, -1, keepdim=True)
 
