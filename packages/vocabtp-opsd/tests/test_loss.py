@@ -128,6 +128,7 @@ def test_row_before_each_response_token_is_compared():
         distill_loss(flat_s, cache),
         distill_loss(s, cache, mask),
         distill_loss(s, whole, mask, chunk_size=2),
+        distill_loss(s, whole, mask, shard=VocabShard(0, 11, 11)),
         distill_loss(s.flatten(0, 1), t.flatten(0, 1), aligned.flatten()),
     ]
     for other in again:

@@ -351,8 +351,10 @@ class _Stream:
                 lambda a, b: logits.narrow(dim, a, b - a).to(device),
                 lambda a, b: None,
             )
+        # a cache that was not told its shard cannot compare
+        known = None if teacher.shard is None else self.shard
         return (
-            lambda a, b: teacher.fetch(a, b, device=device, shard=self.shard),
+            lambda a, b: teacher.fetch(a, b, device=device, shard=known),
             lambda a, b: teacher.prefetch(a, b, device=device),
         )
 

@@ -1,0 +1,190 @@
+import json
+
+import pytest
+import torch
+
+from tiny_run import recorded, tiny_run
+
+SGD = {
+    "optimizer": "sgd",
+    "learning_rate": 0.05,
+    "lr_scheduler": "constant",
+    "max_grad_norm": 0,
+    "train_batch_size": 2,
+    "micro_batch_size_per_gpu": 1,
+}
+
+
+def close(a, b):
+    for name, value in b.items():
+        torch.testing.assert_close(a[name], value, rtol=1e-5, atol=1e-6)
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def runs(rank, world, calls):
+    """`recorded` of each call, without what is not the same on every rank."""
+    out = []
+    for path, overrides in calls:
+        found = recorded(path, *overrides)
+        out.append({k: v for k, v in found.items() if k not in ("rollouts", "result")})
+        out[-1]["summary"] = found["result"].summary
+    return out
+
+
+def full_context(root, **sections):
+    """Two prompts: one with room for three tokens, one that fills the context."""
+    path = tiny_run(
+        root,
+        model={"max_position_embeddings": 8},
+        rollout={"max_prompt_length": 8, "max_response_length": 4},
+        data={"shuffle": False},
+        **sections,
+    )
+    rows = [{"prompt": "1+3="}, {"prompt": "123+456="}]
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_copy_without_response_tokens_takes_part(ranks, tmp_path):
+    """B37 at DP=2 and at TP=2 x DP=2; the oracle sees the other copy's tokens alone."""
+    path = full_context(tmp_path / "both", training=SGD | {"max_steps": 2})
+    alone = full_context(tmp_path / "one", training=SGD | {"max_steps": 2, "train_batch_size": 1})
+    (tmp_path / "one" / "train.jsonl").write_text(json.dumps({"prompt": "1+3="}) + "\n")
+    truth = recorded(alone)
+    assert truth["metrics"][0]["response_tokens"] == 4
+    for world, tp in ((2, 1), (4, 2)):
+        save = f"training.save_dir={tmp_path / str(world)}"
+        for [run] in ranks(runs, world, [(path, (f"parallel.tp={tp}", save))]):
+            assert run["applied"] == [True, True]
+            assert run["losses"] == pytest.approx(truth["losses"], rel=1e-6)
+            close(run["weights"], truth["weights"])
+            for step in run["metrics"]:
+                assert step["response_tokens"] == 4
+                assert step["empty_responses"] == 1
+                assert all(v == v for v in step.values() if isinstance(v, float))
+
+
+def test_copies_train_as_one_process_does_and_resume_exactly(ranks, tmp_path):
+    """TP=2 x DP=2 against a single process; then from the checkpoint in its middle, bit for bit."""
+    path = tiny_run(
+        tmp_path,
+        held_out=5,
+        rollout={"temperature": 1.0, "n_samples_per_prompt": 2},
+        # the last window is short: 10 prompts in batches of 4, of which copies take 4, 4 and 2
+        prompts=10,
+        training={
+            "max_steps": -1,
+            "save_steps": 2,
+            "warmup_steps": 1,
+            "weight_decay": 0.1,
+            "micro_batch_size_per_gpu": 2,
+        },
+    )
+    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    save = (f"training.save_dir={tmp_path / 'out'}", "parallel.tp=2")
+    straight = ranks(runs, 4, [(path, save)])
+    for rank, [run] in enumerate(straight):
+        assert run["losses"] == pytest.approx(truth["losses"], rel=2e-5)
+        close(run["weights"], truth["weights"])
+        answers = {(s, i): a for s, i, a in truth["answers"]}
+        # each copy answers its own prompts, tensor-parallel peers the same ones
+        assert all(answers[s, i] == a for s, i, a in run["answers"])
+        assert run["answers"] == straight[rank - rank % 2][0]["answers"]
+        assert run["summary"].exact_match == truth["result"].summary.exact_match
+        assert run["summary"].reverse_kl == pytest.approx(
+            truth["result"].summary.reverse_kl, rel=1e-5
+        )
+        assert same(run["weights"], straight[0][0]["weights"])
+    everything = sum((run[0]["answers"] for run in straight[::2]), [])
+    assert sorted(everything) == sorted(truth["answers"])
+    last = tmp_path / "out" / "checkpoints" / "step-00000003"
+    # as if the writer of the last one had been killed
+    last.rename(last.with_name(last.name + ".partial"))
+    for rank, [run] in enumerate(ranks(runs, 4, [(path, save)])):
+        before = straight[rank][0]
+        assert run["losses"] == before["losses"][2:]
+        assert same(run["weights"], before["weights"])
+        assert same(run["optimizer"], before["optimizer"])
+    # another layout reads the same checkpoint: rounding apart, the same third step
+    last.rename(last.with_name(last.name + ".partial"))
+    other = recorded(path, save[0])
+    assert other["losses"] == pytest.approx(truth["losses"][2:], rel=2e-5)
+    close(other["weights"], truth["weights"])
+
+
+def writes(rank, world, path, fails):
+    """Save at TP=2 while rank 1 cannot write; what each rank says."""
+    import vocabtp.opsd.checkpoint as module
+
+    if rank == fails:
+
+        class Full(module.FileSystemWriter):
+            def write_data(self, *args, **options):
+                raise OSError(28, "No space left on device")
+
+        module.FileSystemWriter = Full
+    try:
+        recorded(path, "parallel.tp=2")
+    except module.CheckpointError as error:
+        return str(error)
+    return None
+
+
+def exports(rank, world, path, target):
+    from vocabtp.opsd.config import load_config
+    from vocabtp.opsd.trainer import Trainer
+
+    run = recorded(path, "parallel.tp=2")
+    trainer = Trainer(load_config(path, ["parallel.tp=2"]))
+    evaluation = trainer.evaluate()
+    trainer.export(target)
+    answers = trainer.rollout(target / "answers.jsonl")
+    refused = None
+    try:
+        trainer.export(target)
+    except ValueError as error:
+        refused = str(error)
+    return run["weights"], evaluation, answers, refused
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_export_is_a_plain_directory_with_the_trained_weights(ranks, tmp_path, tied):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = tiny_run(tmp_path, tied=tied, held_out=4)
+    target = tmp_path / "exported"
+    results = ranks(exports, 2, path, target)
+    weights, evaluation, answers, _ = results[0]
+    model, info = AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    assert same(dict(model.named_parameters()), weights)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert AutoTokenizer.from_pretrained(target).encode("1+2=")[:1] != []
+    rows = [json.loads(line) for line in (target / "answers.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in rows] == list(range(1, answers + 1)) == list(range(1, 13))
+    for row in rows[:4]:
+        ids = AutoTokenizer.from_pretrained(target)(row["prompt"], return_tensors="pt")
+        whole = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        text = AutoTokenizer.from_pretrained(target).decode(
+            whole[0, ids["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        assert row["response"] == text
+    logged = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert evaluation["reverse_kl"] == pytest.approx(logged[-1]["reverse_kl"], rel=1e-6)
+    assert all("not empty" in result[-1] for result in results)
+
+
+def test_every_rank_hears_that_one_cannot_write(ranks, tmp_path):
+    path = tiny_run(tmp_path, training={"max_steps": 1})
+    for said in ranks(writes, 2, path, 1):
+        assert "No space left on device" in said
+        assert "rank 1" in said
+    assert [p.name for p in (tmp_path / "out" / "checkpoints").iterdir()] == [
+        "step-00000001.partial"
+    ]
