@@ -1,0 +1,74 @@
+"""Which implementation runs, the override, and that it reaches every op."""
+
+import threading
+
+import pytest
+import torch
+
+import vocabtp.kernels as vk
+from vocabtp.kernels import _backend, _eager, ops
+
+
+def test_eager_runs_and_says_why():
+    assert vk.which_backend(torch.zeros(2, 3)) == ("eager", "the tensors are on the CPU")
+    with vk.backend("eager"):
+        assert vk.which_backend(torch.zeros(2, 3)) == ("eager", 'backend("eager")')
+    assert vk.which_backend(torch.zeros(2, 3, device="meta"))[0] == "eager"
+
+
+def test_a_backend_that_cannot_run_raises_with_the_reason(call):
+    x, ids = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    said = r': backend\("triton"\) is not available for these tensors: the tensors are on the CPU'
+    with vk.backend("triton"), pytest.raises(ValueError, match=call.function + said):
+        call(x, x, index=ids)
+    with vk.backend("triton"), pytest.raises(ValueError, match="which_backend" + said):
+        vk.which_backend(x)
+    call(x, x, index=ids)
+
+
+def test_the_override_nests_and_ends_with_an_exception():
+    x = torch.zeros(2, 3)
+
+    def fails():
+        with vk.backend("triton"), vk.backend("eager"):
+            assert vk.which_backend(x)[1] == 'backend("eager")'
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert vk.which_backend(x)[1] == "the tensors are on the CPU"
+    for bad in ("cuda", "", None, True):
+        with pytest.raises(ValueError, match=r"^backend: name must be one of"), vk.backend(bad):
+            pass
+
+
+def test_the_override_belongs_to_its_thread():
+    seen = []
+    with vk.backend("triton"):
+        thread = threading.Thread(target=lambda: seen.append(vk.which_backend(torch.zeros(1, 1))))
+        thread.start()
+        thread.join()
+    assert seen[0][0] == "eager"
+
+
+def test_the_backward_runs_with_the_implementation_of_its_forward(call, monkeypatch):
+    class Watched:
+        def __init__(self):
+            self.calls = []
+
+        def __getattr__(self, name):
+            self.calls.append(name)
+            return getattr(_eager, name)
+
+    watched = Watched()
+    choice = _backend.Choice(watched, "watched", "a test")
+    monkeypatch.setattr(ops, "choose", lambda caller, *x: choice)
+    x = torch.randn(2, 3, requires_grad=True)
+    values = call(x, x.detach(), index=torch.zeros(2, dtype=torch.int64))
+    forward = list(watched.calls)
+    monkeypatch.undo()
+    sum(v.sum() for v in values).backward()
+    assert forward
+    assert all(name.endswith(("_stats", "_terms")) for name in forward)
+    kind = {"pair": "jsd"}.get(forward[0].split("_")[0], forward[0].split("_")[0])
+    assert watched.calls[len(forward) :] == [f"{kind}_grad"]
