@@ -140,3 +140,27 @@ def test_an_empty_rollout_leaves_an_empty_cache():
         assert cache.shape == (0, 37)
     with Teacher(model).score(rollout, OWN_PROMPTS) as cache:
         assert cache.shape == (0, 37)
+
+
+def test_offloaded_weights_are_on_the_device_for_the_pass_only(monkeypatch):
+    """The moves are recorded, not made: the order is what the option is about."""
+    device = torch.device("cuda", 0)
+    whole = place_model(tiny_model("llama"), Layout(), name="t", trainable=False)
+    model = dataclasses.replace(whole, layout=Layout(device=device))
+    rollout = some_rollout(whole)
+    moves = []
+    monkeypatch.setattr(model.module, "to", lambda place: moves.append(torch.device(place)))
+    forward = model.module.forward
+    monkeypatch.setattr(model.module, "forward", lambda **x: moves.append("pass") or forward(**x))
+    teacher = Teacher(model, offload_to_cpu=True)
+    cpu = torch.device("cpu")
+    assert moves == [cpu]
+    with teacher.score(rollout) as cache:
+        expected = by_hand(tiny_model("llama"), PROMPTS, rollout)
+        torch.testing.assert_close(cache.fetch(0, len(expected)), expected, rtol=1e-4, atol=1e-5)
+    assert moves == [cpu, device, "pass", cpu]
+    # and back when the pass fails
+    monkeypatch.setattr(model.module, "forward", None)
+    with pytest.raises(TypeError):
+        teacher.score(rollout)
+    assert moves[4:] == [device, cpu]

@@ -171,36 +171,27 @@ def load_models(
     """
     cut_vocab = config.distillation.loss_backend != "dense"
     with layout.together():
-        student, teacher = (
-            read_config(config.student, "student"),
-            read_config(config.teacher, "teacher"),
-        )
+        student = read_config(config.student, "student")
+        teacher = read_config(config.teacher, "teacher")
         check_heads(student, teacher, tokenizer_length, config)
         check_context(student, teacher, config)
         check_layout(config.student, student, "student", layout.tp, cut_vocab)
         check_layout(config.teacher, teacher, "teacher", layout.tp, cut_vocab)
-    width = tokenizer_length if config.distillation.vocab == "common" else None
-    attention = config.training.attention
-    return (
-        load_model(
-            config.student,
-            layout,
-            trainable=True,
-            cut_vocab=cut_vocab,
-            vocab_width=width,
-            attention=attention,
-            hf_config=student,
-        ),
-        load_model(
-            config.teacher,
-            layout,
-            trainable=False,
-            cut_vocab=cut_vocab,
-            vocab_width=width,
-            attention=attention,
-            hf_config=teacher,
-        ),
+    options: dict[str, Any] = {
+        "cut_vocab": cut_vocab,
+        "vocab_width": tokenizer_length if config.distillation.vocab == "common" else None,
+        "attention": config.training.attention,
+    }
+    pair = (
+        load_model(config.student, layout, trainable=True, hf_config=student, **options),
+        load_model(config.teacher, layout, trainable=False, hf_config=teacher, **options),
     )
+    if pair[0].shard != pair[1].shard:
+        raise ModelError(
+            f"the heads have {pair[0].shard.global_size} and {pair[1].shard.global_size} columns, "
+            "which is not what their configurations say: set distillation.vocab to common"
+        )
+    return pair
 
 
 def load_model(
