@@ -115,12 +115,11 @@ def peak_mib(function: Callable[..., Tensor], inputs: list[Tensor], backward: bo
 
 def environment(device: str) -> dict[str, object]:
     """Where and with what these numbers were taken."""
-    versions = {}
-    for name in ("torch", "triton"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    versions: dict[str, str | None] = {"torch": torch.__version__}
+    try:
+        versions["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        versions["triton"] = None
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -167,6 +167,8 @@ def environment() -> dict[str, str]:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "not installed"
+    # with the local part, which says what the build is for
+    facts["torch"] = str(torch.__version__)
     facts["CPUs"] = str(os.cpu_count())
     facts["accelerators"] = ", ".join(_accelerators(torch)) or "none"
     return facts
