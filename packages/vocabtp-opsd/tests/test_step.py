@@ -64,7 +64,7 @@ class Numbers(int):
 
 
 class World:
-    """A student whose logits for sequence i are `base[i] + bias`; a teacher with logits of its own."""
+    """A student with logits `base[i] + bias` for sequence i; a teacher with logits of its own."""
 
     def __init__(self, monkeypatch, student, teacher, settings):
         self.student, self.teacher = student, teacher

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,45 +17,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from vocabtp.kernels import _ids, _stats
-from vocabtp.kernels._backend import Implementation
-from vocabtp.kernels._exchange import Exchange
 from vocabtp.kernels._rows import as_rows
+from vocabtp.kernels._spec import PairSpec, TokenSpec
 from vocabtp.kernels._stats import NAN, ShardStats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """Everything of a call that is no tensor."""
-
-    name: str  # the public function, for messages
-    implementation: Implementation
-    exchange: Exchange
-    temperature: float
-
-    @staticmethod
-    def dtype(*logits: Tensor) -> torch.dtype:
-        """What the call computes in."""
-        wide = any(x.dtype == torch.float64 for x in logits)
-        return torch.float64 if wide else torch.float32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSpec(Spec):
-    """And of a call about tokens of one distribution."""
-
-    ignore_index: int = -100
-    vocab_start: int = 0
-    vocab_size: int = 0
-    at_once: bool = True  # report bad ids before returning
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairSpec(Spec):
-    """And of a call about two distributions."""
-
-    clip: float | None
-    beta: float = 0.5
-    scale: float = 1.0
 
 
 class _Ctx(FunctionCtx):

@@ -26,12 +26,11 @@ from vocabtp.kernels._autograd import (
     KlDiv,
     Logprobs,
     LogprobsAndEntropy,
-    PairSpec,
-    TokenSpec,
     call,
 )
 from vocabtp.kernels._backend import choose
 from vocabtp.kernels._exchange import LOCAL, Exchange
+from vocabtp.kernels._spec import PairSpec, TokenSpec
 
 # an interior beta below fp32's range would leave nothing to rescale; nothing that is
 # representable tells this one from a smaller one
