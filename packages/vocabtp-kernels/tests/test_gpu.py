@@ -80,6 +80,7 @@ def test_a_bad_id_is_reported_without_waiting(device):
     vk.check_ids()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device(call, device):
     if device.type != "cuda":
         return

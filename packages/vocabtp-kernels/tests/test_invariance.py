@@ -54,6 +54,21 @@ def test_row_has_the_same_bits_in_any_company(call, rows, threads, count):
             assert torch.equal(bits(one[0]), bits(many[at]))
 
 
+def test_a_wide_row_has_the_same_bits_alone_with_threads(call, threads):
+    # wide enough for torch to split a single row's reduction among threads, were it to do it
+    g = torch.Generator().manual_seed(4)
+    s, t = torch.randn(3, 70_001, generator=g) * 4, torch.randn(3, 70_001, generator=g) * 4
+    index = torch.randint(0, 70_001, (3, 2), generator=g)
+    threads(2)
+    batch = run(call, s, t, index, torch.ones(3))
+    alone = run(call, s[1:2], t[1:2], index[1:2], torch.ones(1))
+    threads(1)
+    single = run(call, s[1:2], t[1:2], index[1:2], torch.ones(1))
+    for one, other, many in zip(alone, single, batch, strict=True):
+        assert torch.equal(bits(one[0]), bits(many[1]))
+        assert torch.equal(bits(one[0]), bits(other[0]))
+
+
 def test_threads_change_nothing(call, rows, threads):
     s, t, index, upstream = rows
     threads(1)

@@ -71,11 +71,11 @@ def merge_kl(stats: ShardStats, temperature: float) -> ShardStats:
 
 
 def _recentre(maxes: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Overall maxima `[M, N]`; factors and shifts `[R, M, N]` of each rank, 0 without support."""
+    """Overall maxima `[M, N]`; factors and shifts `[R, M, N]` of each rank."""
     top = maxes.amax(0)
-    empty = maxes == -INF
-    shifts = ((maxes - top) / temperature).masked_fill(empty, 0.0)
-    return top, shifts.exp().masked_fill(empty, 0.0), shifts
+    # a rank without support has sums of 0, which no finite shift changes
+    shifts = ((maxes - top) / temperature).masked_fill(maxes == -INF, 0.0)
+    return top, shifts.exp(), shifts
 
 
 def _weigh(weights: Tensor, sums: Tensor) -> Tensor:
