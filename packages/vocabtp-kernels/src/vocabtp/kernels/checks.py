@@ -1,7 +1,9 @@
 """What a caller can get wrong in an op's arguments, said in one line.
 
 Public for whoever calls the ops with an exchange: the same checks, before the first collective, so
-that all ranks can agree on an error that one of them alone would raise.
+that all ranks can agree on an error that one of them alone would raise. Each takes the public
+function's name, for the message, and returns the checked value; a wrong type is a TypeError, a
+wrong number, shape or device a ValueError.
 """
 
 from __future__ import annotations
