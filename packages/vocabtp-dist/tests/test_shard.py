@@ -121,7 +121,7 @@ def test_every_rank_raises_the_same(ranks):
         "",
         "f: rank 1: no \ud800 \u00e9 luck",
         "",
-        "f: 100 facts must be the same on all ranks, got hash",
+        "f: 101 facts must be the same on all ranks, got hash",
         "f: x must be the same on all ranks",
         "",
         "f: b must be the same on all ranks, got 1 on rank 0, nothing on ranks 1, 2; a must be",

@@ -93,7 +93,8 @@ def prepare(
         or tiling_problem(records)
     )
     if problem:
-        raise ValueError(f"{op}: {problem}")
+        # under one name, should the ranks have called different ops
+        raise ValueError(f"{records[0].facts['op']}: {problem}")
     return local, _agreed_shard(records, group)
 
 

@@ -44,8 +44,8 @@ def agree(
 ) -> None:
     """Return on all ranks, or raise the same ValueError on all of them; one all_gather.
 
-    Call it on every rank of `group` with the same `what` in mind: a rank that met an error of its
-    own passes it as `error` instead of raising, so that nobody is left waiting.
+    Every rank of `group` calls it: one that met an error of its own passes it as `error` instead of
+    raising, so that nobody is left waiting.
 
     Args:
         facts: names and values that must be the same on every rank. Values compare by their JSON
@@ -57,9 +57,9 @@ def agree(
     Raises:
         ValueError: a rank has an error, or the facts differ; the message names the ranks.
     """
-    records = exchange_records(facts, group=group, error=error)
-    if problem := disagreement(records):
-        raise ValueError(f"{what}: {problem}")
+    records = exchange_records({"op": what, **facts}, group=group, error=error)
+    if problem := disagreement(records, only=["op"]) or disagreement(records):
+        raise ValueError(f"{records[0].facts.get('op', what)}: {problem}")
 
 
 def exchange_records(
@@ -116,9 +116,10 @@ def _encode(facts: Mapping[str, object], error: str | None) -> bytes:
     if len(data) > _RECORD_BYTES:
         # too much to send: the hash still tells whether the ranks agree
         digest = hashlib.sha256(_json_bytes(texts)).hexdigest()[:16]
-        cut = None if error is None else error[: _ERROR_CHARS // 2]
-        data = _json_bytes([{f"{len(texts)} facts": f"hash {digest}"}, cut])
-    # at most 6 bytes a character: half an error always fits
+        cut = None if error is None else error[: _ERROR_CHARS // 3]
+        first = dict(list(texts.items())[:1])
+        data = _json_bytes([{**first, f"{len(texts)} facts": f"hash {digest}"}, cut])
+    # at most 6 bytes a character: a third of an error and one value always fit
     assert len(data) <= _RECORD_BYTES
     return data
 

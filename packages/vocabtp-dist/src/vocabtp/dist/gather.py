@@ -34,13 +34,12 @@ def gather_vocab(vocab_parallel_logits: Tensor, shard: VocabShard | None = None)
         TypeError: the logits are not a floating-point tensor.
     """
     group = shard.tp_group if isinstance(shard, VocabShard) else None
-    facts: dict[str, object] = {}
+    facts: dict[str, object] = {"op": "gather_vocab"}
     error: Exception | None = None
     try:
         local, shard = whole_or_shard("gather_vocab", vocab_parallel_logits, shard, empty=True)
         group = shard.tp_group
-        facts = {
-            "op": "gather_vocab",
+        facts |= {
             "leading shape": list(local.shape[:-1]),
             "dtype": str(local.dtype),
             **shard.facts(),
@@ -55,7 +54,7 @@ def gather_vocab(vocab_parallel_logits: Tensor, shard: VocabShard | None = None)
     records = exchange_records(facts, group=group, error=text)
     shared = ("op", "leading shape", "dtype")
     if problem := disagreement(records, only=shared) or tiling_problem(records):
-        raise ValueError(f"gather_vocab: {problem}")
+        raise ValueError(f"{records[0].facts['op']}: {problem}")
     widths = [end - start for start, end in bounds_of(records)]
     out: Tensor = _GatherVocab.apply(local, shard, widths)  # type: ignore[no-untyped-call]
     return out

@@ -1,0 +1,177 @@
+"""DTensors bring group and bounds; their gradients are DTensors cut alike."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import vocabtp.dist as vd
+from vocabtp.dist.testing import ops
+from vocabtp.kernels import reference
+
+LEAD = (2, 3)
+
+
+def _whole(vocab):
+    g = torch.Generator().manual_seed(4)
+    return [torch.randn(*LEAD, vocab, generator=g) for _ in range(2)]
+
+
+def _values_and_gradients(rank, world):
+    """Both sides DTensor, and a DTensor beside this rank's plain columns; uneven and empty too."""
+    mesh = init_device_mesh("cpu", (world,))
+    group = mesh.get_group()
+    ids = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    for vocab in (9, 7, 5):  # torch.chunk over 4: 3 3 3 0; 2 2 2 1; 2 2 1 0
+        whole = _whole(vocab)
+        shard = vd.VocabShard.even(vocab, group)
+        own = slice(shard.start, shard.end)
+        for title, op in ops().items():
+            sides = [
+                distribute_tensor(x, mesh, [Shard(2)]).detach().requires_grad_()
+                for x in whole[: op.sides]
+            ]
+            calls = [({}, sides), ({"shard": shard}, sides), ({"tp_group": group}, sides)]
+            if op.sides == 2:
+                plain = whole[1][..., own].clone().requires_grad_()
+                calls.append(({"shard": shard}, [sides[0], plain]))
+                calls.append(({}, [sides[0], plain]))
+            index = ids % vocab
+            for call, local in calls:
+                # ids as a replicated DTensor in every second call
+                given = index if call else DTensor.from_local(index, mesh, [Replicate()])
+                args = [*local, given] if op.takes_ids else local
+                values = op.sharded(*args, **op.options, **call)
+                values = values if isinstance(values, tuple) else (values,)
+                up = [torch.arange(1.0, 1.0 + v.numel()).view(v.shape) for v in values]
+                grads = torch.autograd.grad(values, local, up)
+                fixed = [*whole[: op.sides], index] if op.takes_ids else whole[: op.sides]
+                truth = op.truth(*fixed, **op.options)
+                truth = truth if isinstance(truth, tuple) else (truth,)
+                for value, right in zip(values, truth, strict=True):
+                    assert not isinstance(value, DTensor)
+                    torch.testing.assert_close(value.double(), right, atol=2e-6, rtol=2e-6)
+                right = reference.gradients(
+                    op.truth,
+                    whole[: op.sides],
+                    up,
+                    index=index if op.takes_ids else None,
+                    **op.options,
+                )
+                for x, grad, dense in zip(local, grads, right, strict=True):
+                    if isinstance(x, DTensor):
+                        assert isinstance(grad, DTensor)
+                        assert grad.placements == x.placements == (Shard(2),)
+                        assert grad.shape == x.shape == (*LEAD, vocab), title
+                        grad = grad.to_local()
+                    torch.testing.assert_close(
+                        grad.double(), dense[..., own], atol=2e-5, rtol=2e-6, msg=title
+                    )
+        x = sides[0].detach()
+        assert torch.equal(vd.vocab_parallel_argmax(x), whole[0].argmax(-1))
+        keys = vd.sampling_keys(torch.arange(6)).view(LEAD)
+        drawn = vd.vocab_parallel_sample(x, keys=keys)
+        assert torch.equal(drawn, vd.vocab_parallel_sample(whole[0], keys=keys))
+        dt = distribute_tensor(whole[0], mesh, [Shard(-1)]).detach().requires_grad_()
+        full = vd.gather_vocab(dt)
+        assert torch.equal(full, whole[0])
+        (full * full).sum().backward()
+        assert isinstance(dt.grad, DTensor)
+        assert torch.equal(dt.grad.to_local(), 2 * whole[0][..., own])
+    return True
+
+
+def test_values_and_gradients(ranks):
+    assert ranks(_values_and_gradients, 4, limit=120) == [True] * 4
+
+
+def _through_a_layer(rank, world):
+    """The gradient of a column-parallel head's weight, DTensor output, equals the dense one."""
+    mesh = init_device_mesh("cpu", (world,))
+    g = torch.Generator().manual_seed(9)
+    weight, h = torch.randn(7, 4, generator=g), torch.randn(5, 4, generator=g)
+    ids = torch.tensor([0, 6, 3, -100, 2])
+    dense = weight.double().requires_grad_()
+    (reference.logprobs(h.double() @ dense.t(), ids).sum()).backward()
+    w = distribute_tensor(weight, mesh, [Shard(0)]).detach().requires_grad_()
+    logits = DTensor.from_local(h, mesh, [Replicate()]) @ w.t()
+    assert logits.placements == (Shard(1),)
+    vd.vocab_parallel_logprobs(logits, ids).sum().backward()
+    torch.testing.assert_close(w.grad.full_tensor().double(), dense.grad, atol=1e-5, rtol=1e-5)
+    return True
+
+
+def test_gradient_reaches_the_head(ranks):
+    assert ranks(_through_a_layer, 2) == [True, True]
+
+
+def _refusals(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    other = init_device_mesh("cpu", (world,))  # the same ranks, another group
+    flat = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    x = torch.zeros(4, 6)
+    ids = torch.zeros(4, dtype=torch.int64)
+    local = x[:, :3]
+    good = distribute_tensor(x, mesh, [Shard(1)])
+    attempts = {
+        "replicated": (distribute_tensor(x, mesh, [Replicate()]), {}, "last dimension"),
+        "rows": (distribute_tensor(x, mesh, [Shard(0)]), {}, "last dimension"),
+        "partial": (DTensor.from_local(x, mesh, [Partial()]), {}, "last dimension"),
+        "two dimensions": (
+            distribute_tensor(x, flat, [Replicate(), Shard(1)]),
+            {},
+            "one-dimensional mesh",
+        ),
+        "another group": (good, {"tp_group": dist.new_group([0, 1])}, "over another group"),
+        "another shard": (
+            good,
+            {"shard": vd.VocabShard(2 * rank, 2 * rank + 4, 6, mesh.get_group())},
+            "shard says columns",
+        ),
+        "lies about its shape": (
+            DTensor.from_local(x, mesh, [Shard(1)], shape=(4, 6), stride=(6, 1), run_check=False),
+            {},
+            "these look like gathered logits",
+        ),
+    }
+    if other.get_group() != mesh.get_group():
+        attempts["group of the shard"] = (
+            good,
+            {"shard": vd.VocabShard.even(6, other.get_group())},
+            "over another group",
+        )
+    out = []
+    for name, (tensor, call, text) in attempts.items():
+        for title, op in ops().items():
+            args = [tensor] * op.sides + ([ids] if op.takes_ids else [])
+            with pytest.raises(ValueError, match=text) as info:
+                op.sharded(*args, **op.options, **call)
+            out.append((name, title, str(info.value)))
+        if not call:
+            for f in (
+                vd.vocab_parallel_argmax,
+                vd.gather_vocab,
+                lambda t: vd.vocab_parallel_sample(t, keys=ids),
+            ):
+                with pytest.raises(ValueError, match=text):
+                    f(tensor)
+    # gathered or unequal columns beside a DTensor; ids that are sharded
+    for pair in ([good, x], [x, good], [good, x[:, : 2 + rank]]):
+        with pytest.raises(ValueError, match=r"has \d columns, but the shard is columns") as info:
+            vd.vocab_parallel_kl_div(*pair)
+        out.append(str(info.value))
+    sharded_ids = distribute_tensor(ids, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="index is a DTensor placed") as info:
+        vd.vocab_parallel_logprobs(good, sharded_ids)
+    out.append(str(info.value))
+    vd.vocab_parallel_kl_div(good, local)
+    return out
+
+
+def test_other_dtensors_are_refused_on_every_rank(ranks):
+    first, second = ranks(_refusals, 2)
+    assert len(first) == len(second)
+    # "another shard" is told by each rank's own bounds
+    same = [a == b for a, b in zip(first, second, strict=True) if "another shard" not in a]
+    assert all(same)
