@@ -23,15 +23,14 @@ What holds for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from vocabtp import kernels
-from vocabtp.dist._dtensor import local_replica
+from vocabtp.dist._arguments import exchange_of, pair_inputs, token_inputs
 from vocabtp.dist._inputs import Bounds, prepare
-from vocabtp.dist.collectives import GroupExchange, group_size
 from vocabtp.dist.shard import VocabShard
 from vocabtp.kernels import checks
 
@@ -80,7 +79,7 @@ def vocab_parallel_logprobs(
         TypeError: an argument of the wrong type, in a single process or with `shard=`.
     """
     bounds = Bounds(vocab_start_index, vocab_end_index, global_vocab_size)
-    local, ids, options = _token_inputs(
+    local, ids, options = token_inputs(
         "vocab_parallel_logprobs",
         vocab_parallel_logits,
         index,
@@ -133,7 +132,7 @@ def vocab_parallel_entropy(
         facts={"temperature": temperature},
         check=check,
     )
-    return kernels.entropy(local, temperature=temperature, exchange=_exchange(own))
+    return kernels.entropy(local, temperature=temperature, exchange=exchange_of(own))
 
 
 def vocab_parallel_logprobs_and_entropy(
@@ -174,7 +173,7 @@ def vocab_parallel_logprobs_and_entropy(
         TypeError: as for `vocab_parallel_logprobs`.
     """
     bounds = Bounds(vocab_start_index, vocab_end_index, global_vocab_size)
-    local, ids, options = _token_inputs(
+    local, ids, options = token_inputs(
         "vocab_parallel_logprobs_and_entropy",
         vocab_parallel_logits,
         index,
@@ -227,14 +226,16 @@ def vocab_parallel_kl_div(
         checks.temperature(op, temperature)
 
     facts = {"reverse": reverse, "pointwise_clip": pointwise_clip, "temperature": temperature}
-    student, teacher, own = _pair(op, student_logits, teacher_logits, tp_group, shard, facts, check)
+    student, teacher, own = pair_inputs(
+        op, student_logits, teacher_logits, tp_group, shard, facts, check
+    )
     return kernels.kl_div(
         student,
         teacher,
         reverse=reverse,
         pointwise_clip=pointwise_clip,
         temperature=temperature,
-        exchange=_exchange(own),
+        exchange=exchange_of(own),
     )
 
 
@@ -288,7 +289,9 @@ def vocab_parallel_jsd(
         "pointwise_clip": pointwise_clip,
         "temperature": temperature,
     }
-    student, teacher, own = _pair(op, student_logits, teacher_logits, tp_group, shard, facts, check)
+    student, teacher, own = pair_inputs(
+        op, student_logits, teacher_logits, tp_group, shard, facts, check
+    )
     return kernels.jsd(
         student,
         teacher,
@@ -296,87 +299,5 @@ def vocab_parallel_jsd(
         rescale=rescale,
         pointwise_clip=pointwise_clip,
         temperature=temperature,
-        exchange=_exchange(own),
+        exchange=exchange_of(own),
     )
-
-
-def _exchange(shard: VocabShard) -> kernels.Exchange:
-    if group_size(shard.tp_group) == 1:
-        return kernels.LOCAL
-    return GroupExchange(shard.tp_group)
-
-
-def _pair(
-    op: str,
-    student: Tensor,
-    teacher: Tensor,
-    tp_group: ProcessGroup | None,
-    shard: VocabShard | None,
-    facts: Mapping[str, object],
-    check_options: Callable[[], None],
-) -> tuple[Tensor, Tensor, VocabShard]:
-    """Local student and teacher, agreed on."""
-
-    def check(local: Sequence[Tensor]) -> None:
-        checks.pair(op, *local)
-        check_options()
-
-    (p, q), own = prepare(
-        op,
-        {"student_logits": student, "teacher_logits": teacher},
-        tp_group=tp_group,
-        shard=shard,
-        facts=facts,
-        check=check,
-    )
-    return p, q, own
-
-
-def _token_inputs(
-    op: str,
-    logits: Tensor,
-    index: Tensor,
-    tp_group: ProcessGroup | None,
-    bounds: Bounds,
-    ignore_index: int,
-    shard: VocabShard | None,
-    temperature: float,
-    validate_ids: bool | None,
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Local logits, ids, and the other arguments of the two kernels ops that take ids."""
-    ids = index
-
-    def check(local: Sequence[Tensor]) -> None:
-        nonlocal ids
-        checks.logits(op, "vocab_parallel_logits", local[0])
-        ids = local_replica(index, f"{op}: index")
-        checks.index(op, ids, local[0])
-        checks.integer(op, "ignore_index", ignore_index)
-        checks.temperature(op, temperature)
-        if validate_ids is not None:
-            checks.flag(op, "validate_ids", validate_ids)
-
-    facts = {
-        "index shape": list(index.shape) if isinstance(index, Tensor) else None,
-        "ignore_index": ignore_index,
-        "temperature": temperature,
-        "validate_ids": validate_ids,
-    }
-    (local,), own = prepare(
-        op,
-        {"vocab_parallel_logits": logits},
-        tp_group=tp_group,
-        shard=shard,
-        bounds=bounds,
-        facts=facts,
-        check=check,
-    )
-    options = {
-        "ignore_index": ignore_index,
-        "temperature": temperature,
-        "exchange": _exchange(own),
-        "vocab_start": own.start,
-        "vocab_size": own.global_size,
-        "validate_ids": validate_ids,
-    }
-    return local, ids, options

@@ -9,12 +9,12 @@ tokens however the vocabulary is cut. Letters: `N` rows, `L` this shard's column
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vocabtp.dist import _order
+from vocabtp.dist._filters import Filters, check_keys, check_options
 from vocabtp.dist._inputs import whole_or_shard
 from vocabtp.dist._noise import gumbel, mix
 from vocabtp.dist._nucleus import nucleus, share_of, temperature_like, weights
@@ -23,15 +23,6 @@ from vocabtp.dist.shard import VocabShard
 
 # elements of [rows, L] handled at a time: about eight fp64 temporaries of 16 MiB
 _CHUNK = 1 << 21
-
-
-class _Filters(NamedTuple):
-    """Which tokens may be drawn; None is off."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
 
 
 def vocab_parallel_argmax(vocab_parallel_logits: Tensor, shard: VocabShard | None = None) -> Tensor:
@@ -135,49 +126,12 @@ def vocab_parallel_sample(
         TypeError: the logits are not floating-point, or `keys` is not int64.
     """
     logits, shard = whole_or_shard("vocab_parallel_sample", vocab_parallel_logits, shard)
-    filters = _check_options(temperature, top_k, top_p, min_p, shard.global_size)
-    _check_keys(keys, logits)
+    filters = check_options(temperature, top_k, top_p, min_p, shard.global_size)
+    check_keys(keys, logits)
     rows = logits.reshape(-1, shard.width) if shard.width else logits.new_empty(keys.numel(), 0)
     flat_keys = keys.detach().reshape(-1)
     sample = _sample_all if filters.top_k is None else _sample_candidates
     return sample(rows, flat_keys, shard, filters).view(keys.shape)
-
-
-def _check_options(
-    temperature: float, top_k: int | None, top_p: float | None, min_p: float | None, vocab: int
-) -> _Filters:
-    name = "vocab_parallel_sample"
-    if not 0 < temperature < math.inf:
-        raise ValueError(
-            f"{name}: temperature must be a finite number > 0, got {temperature!r}; "
-            "use vocab_parallel_argmax for greedy choice"
-        )
-    if top_k is not None and (isinstance(top_k, bool) or int(top_k) != top_k or top_k < 1):
-        raise ValueError(f"{name}: top_k must be an int >= 1 or None (off), got {top_k!r}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"{name}: top_p must be in (0, 1] or None (off), got {top_p!r}")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"{name}: min_p must be in [0, 1] or None (off), got {min_p!r}")
-    return _Filters(
-        temperature=float(temperature),
-        top_k=None if top_k is None or top_k >= vocab else int(top_k),
-        top_p=None if top_p is None or top_p == 1 else float(top_p),
-        min_p=min_p or None,
-    )
-
-
-def _check_keys(keys: Tensor, logits: Tensor) -> None:
-    name = "vocab_parallel_sample"
-    if not isinstance(keys, Tensor) or keys.dtype != torch.int64:
-        got = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
-        raise TypeError(f"{name}: keys must be an int64 tensor, got {got}")
-    if keys.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{name}: keys must have one entry a row, {list(logits.shape[:-1])}, "
-            f"got {list(keys.shape)}"
-        )
-    if keys.device != logits.device:
-        raise ValueError(f"{name}: keys are on {keys.device}, logits on {logits.device}")
 
 
 def _same_keys(gathered: Tensor) -> None:
@@ -192,7 +146,7 @@ def _same_keys(gathered: Tensor) -> None:
         )
 
 
-def _min_p_cut(top: Tensor, filters: _Filters) -> Tensor:
+def _min_p_cut(top: Tensor, filters: Filters) -> Tensor:
     """The lowest logit that min_p keeps, in fp64; `[N, 1]` -> `[N, 1]`."""
     assert filters.min_p is not None
     return top.double() + math.log(filters.min_p) * filters.temperature
@@ -209,7 +163,7 @@ def _scores(values: Tensor, keys: Tensor, ids: Tensor, kept: Tensor, temperature
     return noisy.masked_fill(~kept, -math.inf)
 
 
-def _sample_all(rows: Tensor, keys: Tensor, shard: VocabShard, filters: _Filters) -> Tensor:
+def _sample_all(rows: Tensor, keys: Tensor, shard: VocabShard, filters: Filters) -> Tensor:
     """Without top_k: every token is scored on its own rank; `[N, L]`, `[N]` -> `[N]`."""
     ids = torch.arange(shard.start, shard.end, device=rows.device)
     top: Tensor | None = None
@@ -239,7 +193,7 @@ def _local_pick(
     keys: Tensor,
     ids: Tensor,
     shard: VocabShard,
-    filters: _Filters,
+    filters: Filters,
     top: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The best score of this shard and its id, `[N]` each; -inf and V for an empty shard."""
@@ -276,7 +230,7 @@ def _global_pick(score: Tensor, ids: Tensor, keys: Tensor, shard: VocabShard) ->
     return torch.where(scores == best, gathered[:, 1], shard.global_size).amin(0)
 
 
-def _sample_candidates(rows: Tensor, keys: Tensor, shard: VocabShard, filters: _Filters) -> Tensor:
+def _sample_candidates(rows: Tensor, keys: Tensor, shard: VocabShard, filters: Filters) -> Tensor:
     """With top_k: gather each shard's K best, then go on with the same `[N, K]` everywhere."""
     assert filters.top_k is not None
     packed = _local_candidates(rows, shard, filters.top_k)
