@@ -178,6 +178,9 @@ def pytest_collection_modifyitems(config, items):
     if any({"vocabtp-opsd", "tests-integration"} & set(i.path.parts) for i in items):
         # seconds of every rank of every test otherwise
         _preload.extend(["torch.distributed.tensor.parallel", _A_MODEL, "vocabtp.opsd.trainer"])
+    if "torch.distributed.tensor" in sys.modules:
+        # the first operation on a DTensor imports the second
+        _preload.extend(["torch.distributed.tensor", "torch._dynamo"])
     wanted = config.getoption("markexpr")
     drop = [m for m in ("gpu", "full") if m not in wanted]
     if config.getoption("--full"):

@@ -17,7 +17,7 @@ from vocabtp.dist._dtensor import local_replica
 from vocabtp.dist._inputs import Bounds, prepare
 from vocabtp.dist.collectives import GroupExchange, group_size
 from vocabtp.dist.shard import VocabShard
-from vocabtp.kernels import _checks as checks
+from vocabtp.kernels import checks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
