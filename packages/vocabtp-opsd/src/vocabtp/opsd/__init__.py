@@ -18,6 +18,8 @@ from vocabtp.opsd._version import __version__
 if TYPE_CHECKING:
     from vocabtp.opsd.config import Config, load_config
     from vocabtp.opsd.errors import CheckpointError, ConfigError, DataError, ModelError, UserError
+    from vocabtp.opsd.loss import distill_loss
+    from vocabtp.opsd.trainer import Trainer
 
 __all__ = [
     "CheckpointError",

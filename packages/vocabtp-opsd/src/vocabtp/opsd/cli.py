@@ -219,7 +219,8 @@ def _prepare(options: argparse.Namespace) -> None:
         handler.setFormatter(logging.Formatter(f"{PROGRAM}: %(message)s"))
         _log.addHandler(handler)
         _log.propagate = False
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(name, "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
@@ -249,7 +250,7 @@ def _show(outcome: launch.Outcome, debug: bool) -> int:
     failure = outcome.failure
     if failure is None:
         if outcome.code > 128:
-            _print_error(f"ended by signal {outcome.code - 128}")
+            complain(f"{PROGRAM}: ended by {signal.Signals(outcome.code - 128).name}")
         return outcome.code
     if failure.trace:
         complain(failure.trace.rstrip())
