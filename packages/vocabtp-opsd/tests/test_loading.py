@@ -164,7 +164,7 @@ LAYOUT_CASES = [
     ("llama", {}, 3, True, r"does not divide its 4 attention heads"),
     ("phi3", {"pad_token_id": 0}, 2, True, r"'rowwise_split_input' on model\.layers\.0"),
     ("gpt2", {"vocab": 5}, 4, True, r"size 5 over parallel\.tp 4"),
-    ("llama", {"num_key_value_heads": 4, "intermediate_size": 6}, 4, False, r"size 6 of .*mlp"),
+    ("llama", {"num_key_value_heads": 4, "intermediate_size": 5}, 4, False, r"mlp\.\w+ of size 5"),
     ("mixtral", {}, 2, True, r"tensor-parallel plan asks for '\w+' on"),
 ]
 

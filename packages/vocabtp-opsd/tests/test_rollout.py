@@ -82,7 +82,7 @@ SAMPLING = [
     {"temperature": 1.0, "top_k": 8, "top_p": 0.7, "n_samples_per_prompt": 2},
     {"temperature": 0.0},
 ]
-SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 48}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 
 
 def _layouts(rank, world, tp):

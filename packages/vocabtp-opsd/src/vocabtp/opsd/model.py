@@ -127,7 +127,7 @@ class LanguageModel:
         def select(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return (args[0][rows, cols].unsqueeze(0), *args[1:])
 
-        # prepend: the hook of a cut head turns its input into a DTensor
+        # prepend: a cut head then sums the gradient of these rows over the ranks, not of all
         handle = self.module.get_output_embeddings().register_forward_pre_hook(select, prepend=True)
         try:
             output = self.module(**inputs)
