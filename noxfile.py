@@ -32,6 +32,8 @@ ROOT = Path(__file__).parent.resolve()
 LAYERS = ["kernels", "dist", "cache", "opsd"]  # lowest first
 CONSTRAINTS = os.environ.get("VOCABTP_CONSTRAINTS", str(ROOT / "constraints" / "tests.txt"))
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+# groups that help where they can be installed and that --no-venv does without
+OPTIONAL = {"triton", "workers"}
 LAYER = nox.parametrize("layer", [nox.param(name, id=name) for name in LAYERS])
 
 if "PIP_FIND_LINKS" in os.environ:  # uv ignores pip's variable
@@ -95,7 +97,7 @@ def share_packages(session: nox.Session, constraints: str) -> None:
     pip writes every file of torch and triton anew (over a minute an environment); uv links them.
     """
     site = Path(session.cache_dir).resolve() / "site"  # a .pth line is relative to its own folder
-    requirements = ["torch", *group("test", "triton")]
+    requirements = ["torch", *group("test", "triton", "workers")]
     stamp, wanted = site / "requirements.txt", "\n".join([*requirements, constraints, sys.version])
     if not stamp.exists() or stamp.read_text() != wanted:
         shutil.rmtree(site, ignore_errors=True)
@@ -140,7 +142,7 @@ def environment(
 ) -> tuple[str, dict[str, str | None]]:
     """Make these layers and groups importable: the python to run, and its variables."""
     if session.venv_backend == "none":
-        needed = group(*(name for name in groups if name != "triton"))
+        needed = group(*(name for name in groups if name not in OPTIONAL))
         for layer in layers:
             needed += project(layer)["dependencies"]
         check_installed(session, sorted(set(needed)))
@@ -160,8 +162,12 @@ def environment(
 
 def layer_tests(session: nox.Session, layer: str, constraints: str = CONSTRAINTS) -> None:
     """The tests of one layer, in an environment without the layers above it."""
-    python, env = environment(session, upto(layer), ("test", "triton"), constraints)
+    groups = ("test", "triton", "workers")
+    python, env = environment(session, upto(layer), groups, constraints)
     pytest = [python, "-m", "pytest", f"--layer={layer}"]
+    if layer == "kernels" and session.venv_backend != "none":
+        # a process a core; the tests of the other layers start ranks of their own
+        pytest += ["-n", "2"]
     tests = str(package(layer) / "tests")
     session.run(*pytest, tests, *session.posargs, env={**env, **CPU_ENV})
 
