@@ -114,7 +114,7 @@ def recorded(path: Path, *overrides: str, report: bool = False) -> dict[str, Any
         return rollout
 
     class Watched(stepper):
-        def run(self, step, signum=0):
+        def run(self, step, signum=lambda: 0):
             before = whole(self.models.student.module.named_parameters())
             report = super().run(step, signum)
             after = whole(self.models.student.module.named_parameters())

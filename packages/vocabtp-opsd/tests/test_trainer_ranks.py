@@ -99,7 +99,7 @@ def test_copies_train_as_one_process_does_and_resume_exactly(ranks, tmp_path):
             truth["result"].summary.reverse_kl, rel=1e-5
         )
         assert same(run["weights"], straight[0][0]["weights"])
-    everything = sum((run[0]["answers"] for run in straight[::2]), [])
+    everything = [answer for run in straight[::2] for answer in run[0]["answers"]]
     assert sorted(everything) == sorted(truth["answers"])
     last = tmp_path / "out" / "checkpoints" / "step-00000003"
     # as if the writer of the last one had been killed
@@ -188,3 +188,48 @@ def test_every_rank_hears_that_one_cannot_write(ranks, tmp_path):
     assert [p.name for p in (tmp_path / "out" / "checkpoints").iterdir()] == [
         "step-00000001.partial"
     ]
+
+
+def interrupted(rank, world, path):
+    """Rank 1 alone is told to stop: in its second step, and later while evaluating."""
+    import os
+    import signal
+
+    import vocabtp.opsd.run as run_module
+    from vocabtp.opsd.config import load_config
+    from vocabtp.opsd.errors import Interrupted
+    from vocabtp.opsd.trainer import Trainer
+
+    said = []
+    generate, evaluate = run_module.Stepper.run, run_module.evaluate
+
+    def step(self, index, signum):
+        if rank == 1 and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate(self, index, signum)
+
+    def evaluating(*args, tick, **options):
+        if rank == 1 and said:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*args, tick=tick, **options)
+
+    run_module.Stepper.run, run_module.evaluate = step, evaluating
+    for _ in range(2):
+        try:
+            Trainer(load_config(path, [])).train()
+            said.append(None)
+        except Interrupted as error:
+            said.append(error.signum)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return said
+
+
+def test_all_ranks_stop_when_one_is_told_to(ranks, tmp_path):
+    path = tiny_run(tmp_path, held_out=2, training={"train_batch_size": 2, "max_steps": 3})
+    assert ranks(interrupted, 2, path) == [[15, 2], [15, 2]]
+    names = sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000003"]
+    rows = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["kind"]) for row in rows] == [
+        (0, "eval"), (1, "train"), (2, "train"), (3, "train"),
+    ]  # fmt: skip

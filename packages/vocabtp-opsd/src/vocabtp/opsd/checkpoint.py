@@ -280,7 +280,11 @@ def _sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Turn what torch raises, on all ranks alike, into one line for the user."""
+    """Turn what torch raises, on all ranks alike, into one line for the user.
+
+    A RuntimeError stays one: it tells of a rank that went away, and whose fault that is, is not
+    known here.
+    """
     try:
         with warnings.catch_warnings():
             # a single process is not a mistake
@@ -291,7 +295,7 @@ def _one_line(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"{what}: rank {rank}: {cause}") from error
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{what}: {error}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ from vocabtp.opsd.step import Stepper, StepReport
 
 if TYPE_CHECKING:
     from vocabtp.opsd.trainer import Trainer
-
-_log = logging.getLogger("vocabtp.opsd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +115,7 @@ class Run:
         if self.before is None and self.step == 0:
             self.before = self._evaluate()
         while self.step < total:
-            report = stepper.run(self.step, self.flag.signum)
+            report = stepper.run(self.step, lambda: self.flag.signum)
             self.step += 1
             self._record(report)
             if report.signum:
@@ -140,8 +137,7 @@ class Run:
         self.counters |= saved.counters
         if saved.before is not None:
             self.before = Evaluation(**saved.before)
-        if self.layout.is_main:
-            _log.warning("resumed from %s: step %d is the next", path, saved.step + 1)
+        self.trainer.notice(f"resumed from {path}: step {saved.step + 1} is the next")
 
     def _record(self, report: StepReport) -> None:
         result, metrics = report.result, report.metrics

@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,12 +95,13 @@ class Stepper:
         # the answers of one prompt are rows of their own here: micro-batches cut anywhere
         self.rollout_config = config.rollout.model_copy(update={"n_samples_per_prompt": 1})
 
-    def run(self, step: int, signum: int = 0) -> StepReport:
+    def run(self, step: int, signum: Callable[[], int] = lambda: 0) -> StepReport:
         """Take optimizer step `step`, counted from 0; every rank calls it.
 
         Args:
             step: Says which prompts, which noise and which learning rate.
-            signum: A signal that this rank was sent, for all ranks to know.
+            signum: The signal that this rank was sent, or 0; asked when the step is nearly
+                done, for all ranks to know.
         """
         times = _Times(self.layout.device)
         with times.phase("rollout"):
@@ -117,7 +118,7 @@ class Stepper:
                 step,
                 tokens=tokens,
                 report=self._report(loss, rows, [rollout for _, rollout in batches]),
-                own=[signum, _peak_bytes(self.layout.device)],
+                own=[signum(), _peak_bytes(self.layout.device)],
             )
         wall = times.close()
         return StepReport(

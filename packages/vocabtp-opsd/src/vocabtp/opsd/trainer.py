@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from vocabtp.opsd._console import complain
 from vocabtp.opsd.checkpoint import Checkpoints, Saved, export_model, read_saved
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import total_steps
@@ -20,8 +20,6 @@ from vocabtp.opsd.parallel import make_layout
 from vocabtp.opsd.resume import check_resume
 from vocabtp.opsd.run import Run, TrainResult
 from vocabtp.opsd.session import Inputs, Models, read_inputs, read_models
-
-_log = logging.getLogger("vocabtp.opsd")
 
 
 class Trainer:
@@ -158,10 +156,15 @@ class Trainer:
     def load_weights(self) -> Path | None:
         """Put the newest checkpoint's weights into the student; None if there is no checkpoint."""
         models = self.models
-        path = self.checkpoints.latest(_log.warning)
+        path = self.checkpoints.latest(self.notice)
         if path is not None:
             self.checkpoints.load(path, models.student.module, None)
         return path
+
+    def notice(self, line: str) -> None:
+        """Tell the user, from one rank; ranks under a launcher keep their loggers quiet."""
+        if self.layout.is_main:
+            complain(line)
 
     def _engine(self) -> TorchEngine:
         models = self.models
@@ -171,7 +174,7 @@ class Trainer:
 
     def resume_point(self) -> tuple[Path, Saved] | None:
         """The checkpoint that `train` continues from, found to belong to this run."""
-        path = self.checkpoints.latest(_log.warning)
+        path = self.checkpoints.latest(self.notice)
         if path is None:
             return None
         if self.config.training.resume == "never":
@@ -181,9 +184,8 @@ class Trainer:
             )
         saved = read_saved(path)
         notes = check_resume(saved, self.config, self.inputs, str(path))
-        if self.layout.is_main:
-            for note in notes:
-                _log.warning("resume from %s: %s", path, note)
+        for note in notes:
+            self.notice(f"resume from {path}: {note}")
         return path, saved
 
 
