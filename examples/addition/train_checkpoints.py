@@ -36,7 +36,12 @@ CHECK_SUMS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One model and its training; `stop_at` is the share of right answers that ends it early."""
+    """One model and its training.
+
+    `smoothing` keeps a teacher from a certainty that nobody can learn: with it a wrong token costs
+    the student some 6 nats, without it 20. `stop_at` is the share of right answers that ends the
+    training early.
+    """
 
     name: str
     seed: int
@@ -46,6 +51,7 @@ class Recipe:
     tied: bool
     learning_rate: float
     steps: int
+    smoothing: float
     batch: int
     stop_at: float
 
@@ -59,6 +65,7 @@ TEACHER = Recipe(
     tied=False,
     learning_rate=1e-3,
     steps=500,
+    smoothing=0.02,
     batch=128,
     stop_at=2.0,
 )
@@ -71,6 +78,7 @@ STUDENT = Recipe(
     tied=True,
     learning_rate=2e-3,
     steps=3000,
+    smoothing=0.0,
     batch=128,
     stop_at=0.4,
 )
@@ -158,7 +166,9 @@ def train(recipe: Recipe, tokens: Tensor) -> PreTrainedModel:
     for step in range(1, recipe.steps + 1):
         batch = rows[torch.randint(len(rows), (recipe.batch,), generator=order)]
         logits, targets = answer_logits(model, batch)
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), label_smoothing=recipe.smoothing
+        )
         # a linear decay for the one that trains to the end, constant for the one cut short
         decay = (1 - step / recipe.steps) if recipe.stop_at > 1 else 1.0
         optimizer.param_groups[0]["lr"] = rate * min(step / warmup, decay + 0.02, 1.0)
