@@ -49,6 +49,7 @@ class Recipe:
     layers: int
     intermediate: int
     tied: bool
+    initial_std: float
     learning_rate: float
     steps: int
     smoothing: float
@@ -63,6 +64,7 @@ TEACHER = Recipe(
     layers=3,
     intermediate=256,
     tied=False,
+    initial_std=0.02,
     learning_rate=1e-3,
     steps=500,
     smoothing=0.02,
@@ -76,6 +78,8 @@ STUDENT = Recipe(
     layers=2,
     intermediate=256,
     tied=True,
+    # rows of a tied head that start small can only be sharpened slowly
+    initial_std=0.06,
     learning_rate=2e-3,
     steps=3000,
     smoothing=0.0,
@@ -112,6 +116,7 @@ def make_model(recipe: Recipe) -> PreTrainedModel:
         intermediate_size=recipe.intermediate,
         max_position_embeddings=64,
         tie_word_embeddings=recipe.tied,
+        initializer_range=recipe.initial_std,
         bos_token_id=None,
         eos_token_id=VOCABULARY.index(EOS),
         pad_token_id=VOCABULARY.index(PAD),
