@@ -138,8 +138,10 @@ def exports(rank, world, path, target):
     from vocabtp.opsd.config import load_config
     from vocabtp.opsd.trainer import Trainer
 
+    checked = [Trainer(load_config(path, ["parallel.tp=2"])).check()]
     run = recorded(path, "parallel.tp=2")
     trainer = Trainer(load_config(path, ["parallel.tp=2"]))
+    checked.append(trainer.check())
     evaluation = trainer.evaluate()
     trainer.export(target)
     answers = trainer.rollout(target / "answers.jsonl")
@@ -148,7 +150,7 @@ def exports(rank, world, path, target):
         trainer.export(target)
     except ValueError as error:
         refused = str(error)
-    return run["weights"], evaluation, answers, refused
+    return run["weights"], evaluation, answers, checked, refused
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -158,7 +160,15 @@ def test_export_is_a_plain_directory_with_the_trained_weights(ranks, tmp_path, t
     path = tiny_run(tmp_path, tied=tied, held_out=4)
     target = tmp_path / "exported"
     results = ranks(exports, 2, path, target)
-    weights, evaluation, answers, _ = results[0]
+    weights, evaluation, answers, checked, _ = results[0]
+    facts = {"prompts": 12, "held_out_prompts": 4, "steps": 3, "tp": 2, "dp": 1}
+    assert all(facts.items() <= found.items() for found in checked)
+    assert [found["resume"] for found in checked] == [
+        None,
+        str(tmp_path / "out" / "checkpoints" / "step-00000003"),
+    ]
+    # whole parameters, not this rank's part of them
+    assert checked[0]["student_parameters"] == sum(w.numel() for w in weights.values())
     model, info = AutoModelForCausalLM.from_pretrained(
         target, dtype=torch.float32, output_loading_info=True
     )

@@ -153,7 +153,8 @@ class Checkpoints:
         partial.rename(final)
         _sync_directory(self.root)
         whole = [p for p in sorted(self.root.glob("step-*")) if not _fault(p)]
-        for old in whole[: -self.keep]:
+        # what an earlier writer left half done is of no use once there is a newer whole one
+        for old in [*whole[: -self.keep], *self.root.glob("step-*.partial")]:
             shutil.rmtree(old)
 
     def _lead(self, what: str, act: Callable[[], object]) -> None:
