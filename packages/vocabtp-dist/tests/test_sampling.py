@@ -214,8 +214,13 @@ def test_rare_tokens_are_drawn_as_often_as_they_should():
 def test_draws_of_different_keys_are_independent_and_equal_keys_repeat():
     x = torch.zeros(2000, 4)
     keys = sampling_keys(0, torch.arange(2000))
+    state = torch.get_rng_state()
     first = vocab_parallel_sample(x, keys=keys)
+    torch.manual_seed(99)  # ranks' own generators play no part, nor are they moved
     assert torch.equal(first, vocab_parallel_sample(x, keys=keys))
+    torch.set_rng_state(state)
+    vocab_parallel_sample(x, keys=keys, top_k=2)
+    assert torch.equal(torch.get_rng_state(), state)
     for other in (keys + 1, sampling_keys(1, torch.arange(2000)), keys ^ (1 << 63) - 1):
         second = vocab_parallel_sample(x, keys=other)
         pairs = (first * 4 + second).bincount(minlength=16).double()
