@@ -85,13 +85,11 @@ def _count(rank, world):
 def test_number_of_collectives(ranks):
     first, *others = ranks(_count, 3)
     assert all(other == first for other in others)
-    for title in ops():
-        forward = "g"
-        if "logprobs" in title:
-            forward = "gr"
+    for title, op in ops().items():
+        forward = "gr" if op.takes_ids else "g"
         # pairs that read twice: a clip, and JSD between its ends
-        ends = "beta=0.0" in title or "beta=1.0" in title
-        if "pointwise_clip" in title or ("jsd" in title and not ends):
+        interior = "jsd" in title and 0 < op.options.get("beta", 0.5) < 1
+        if "pointwise_clip" in op.options or interior:
             forward = "gg"
         assert first[title, "shard"] == (forward, ""), title
         assert first[title, "group"] == ("g" + forward, ""), title

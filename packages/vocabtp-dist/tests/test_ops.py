@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 import vocabtp.dist as vd
-from vocabtp.dist.testing import check_op, hard_logits, layouts, ops
+from vocabtp.dist.testing import check_case, check_op, hard_logits, layouts, ops
+from vocabtp.kernels.testing import CASES
 
 ROWS, VOCAB = 14, 19
 
@@ -27,8 +28,6 @@ def _inputs(dtype, op):
     ids[12, 1] = ids[12, 0]  # one id twice
     ids[4:6] = torch.tensor([[VOCAB - 1], [0]])  # the only supported token
     ids[2:4] = VOCAB - 2  # supported
-    if "ignore_index" in op.options:
-        ids[10] = op.options["ignore_index"]
     return logits, ids
 
 
@@ -71,3 +70,44 @@ def test_values_and_gradients_at_every_layout(ranks, world):
             for a, b in zip(values, other[name], strict=True):
                 assert a.dtype == torch.float32
                 assert torch.equal(a.view(torch.int32), b.view(torch.int32)), name
+
+
+def _all_cases(rank, world):
+    """The kernels' conformance cases, each at two of the layouts."""
+    G = dist.group.WORLD
+    for number, case in enumerate(CASES):
+        vocab = case.make().student.shape[-1]
+        cuts = list(layouts(vocab, world).items())
+        for step in (0, 2):
+            cut, bounds = cuts[(number + step) % len(cuts)]
+            shard = vd.VocabShard(*bounds[rank], vocab, G)
+            dtype = (torch.float32, torch.bfloat16, torch.float16, torch.float64)[number % 4]
+            try:
+                check_case(case, bounds[rank], dtype, shard=shard)
+            except AssertionError as error:
+                error.add_note(f"{cut} {dtype}")
+                raise
+    return len(CASES)
+
+
+def test_conformance_cases_on_three_shards(ranks):
+    assert ranks(_all_cases, 3, limit=150) == [len(CASES)] * 3
+
+
+def _ignored(rank, world):
+    """An ignore_index that is a token, and one of another rank's tokens."""
+    bounds = layouts(VOCAB, world)["uneven"][rank]
+    for op in ops().values():
+        if op.takes_ids:
+            logits, ids = _inputs(torch.float32, op)
+            ids[10] = ids[11, 0] = 3
+            op = op._replace(options={**op.options, "ignore_index": 3})
+            ids[ids == -100] = 0
+            up = _upstream(op, ROWS, ids)
+            values = check_op(op, logits, bounds, up, index=ids, tp_group=dist.group.WORLD)
+            assert (values[0][ids == 3] == 0).all()
+    return True
+
+
+def test_ignored_ids_may_be_tokens(ranks):
+    assert ranks(_ignored, 2) == [True, True]

@@ -31,7 +31,7 @@ def _logits(rows=24, vocab=17, dtype=torch.float32):
     g = torch.Generator().manual_seed(5)
     x = (torch.randn(rows, vocab, generator=g) * 3).to(dtype)
     x[0] = 0.0
-    x[1] = torch.where(torch.arange(vocab) % 2 == 0, 0.0, -0.0)
+    x[1] = torch.where(torch.arange(vocab) % 2 == 0, -0.0, 0.0)
     x[2] = -INF
     x[3] = -INF
     x[3, -1] = -5.0
@@ -75,7 +75,7 @@ def _kept(row, temperature=1.0, top_k=None, top_p=None, min_p=None):
 
 
 def test_order_is_by_value_then_by_lowest_id():
-    values = torch.tensor([3.0, 3.0, 0.0, -0.0, 1e-45, -1e-45, -INF, INF, -2.5, 65504.0])
+    values = torch.tensor([3.0, 3.0, -0.0, 0.0, 1e-45, -1e-45, -INF, INF, -2.5, 65504.0])
     ids = torch.arange(10)
     packed = pack(values, ids)
     assert packed.argsort(descending=True).tolist() == [7, 9, 0, 1, 4, 2, 3, 5, 8, 6]
