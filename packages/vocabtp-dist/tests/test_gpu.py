@@ -45,7 +45,9 @@ def _run(rank, world):
         local = piece(x.to(device), cuts[cut][rank])
         keys = vd.sampling_keys(3, torch.arange(ROWS))
         # bitwise the tokens of a CPU that has the whole vocabulary
-        assert torch.equal(vd.vocab_parallel_argmax(local, shard).cpu(), vd.vocab_parallel_argmax(x))
+        assert torch.equal(
+            vd.vocab_parallel_argmax(local, shard).cpu(), vd.vocab_parallel_argmax(x)
+        )
         for options in (
             {},
             {"temperature": 0.7},
@@ -64,7 +66,7 @@ def _run(rank, world):
         lambda: vd.vocab_parallel_entropy(x[: 3 - rank], group),
         lambda: vd.vocab_parallel_logprobs(x, bad, group, validate_ids=True),
     ):
-        with pytest.raises(ValueError, match="vocab_parallel_entropy|an id must be in") as info:
+        with pytest.raises(ValueError, match=r"vocab_parallel_entropy|an id must be in") as info:
             call()
         said.append(str(info.value))
     lp = vd.vocab_parallel_logprobs(x, bad, group)
