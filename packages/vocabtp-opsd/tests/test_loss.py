@@ -286,6 +286,11 @@ def test_cache_of_another_shard_is_refused():
     cache = TeacherLogitCache.store(logits(3, 5), shard=VocabShard(5, 10, 10))
     with pytest.raises(ValueError, match="another shard"):
         distill_loss(logits(3, 5), cache, shard=VocabShard(0, 5, 10))
+    # a softmax over half the vocabulary would pass for a distribution
+    with pytest.raises(ValueError, match="columns 5 to 10 of 10"):
+        distill_loss(logits(3, 5), cache)
+    whole = TeacherLogitCache.store(logits(3, 5), VocabShard(0, 5, 5), torch.float32)
+    assert torch.equal(distill_loss(logits(3, 5), whole), distill_loss(logits(3, 5), logits(3, 5)))
 
 
 def routes(rank, world, vocab):

@@ -190,6 +190,13 @@ def _check_route(
     shard: VocabShard | None,
 ) -> None:
     if shard is None:
+        kept = teacher.shard if isinstance(teacher, TeacherLogitCache) else None
+        if kept is not None and kept.width != kept.global_size:
+            # a softmax over these columns alone would look like a distribution
+            raise ValueError(
+                f"the teacher holds columns {kept.start} to {kept.end} of {kept.global_size}: pass "
+                "shard, the columns of the student's logits"
+            )
         return
     if student.shape[-1] != shard.width:
         raise ValueError(
