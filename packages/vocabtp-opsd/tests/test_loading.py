@@ -157,6 +157,11 @@ def test_context_must_hold_prompt_and_answer(tmp_path, no_weights):
     config = config_for(tmp_path, short, long, "rollout.max_prompt_length=21")
     with pytest.raises(ModelError, match=r"max_prompt_length is 21, but the student's .* 20"):
         load_models(config, Layout(), 37)
+    config = config_for(tmp_path, long, long)
+    with pytest.raises(ModelError, match=r"up to 49 tokens and an answer can have 16, .* is 64"):
+        load_models(config, Layout(), 37, teacher_prompt=49)
+    with pytest.raises(AssertionError, match="weights were read"):
+        load_models(config, Layout(), 37, teacher_prompt=48)
 
 
 LAYOUT_CASES = [

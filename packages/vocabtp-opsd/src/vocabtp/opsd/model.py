@@ -154,7 +154,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def load_models(
-    config: Config, layout: Layout, tokenizer_length: int
+    config: Config, layout: Layout, tokenizer_length: int, *, teacher_prompt: int | None = None
 ) -> tuple[LanguageModel, LanguageModel]:
     """Load student and teacher; all that their configurations tell is checked before any weight.
 
@@ -162,6 +162,7 @@ def load_models(
         config: The run's configuration.
         layout: This process's place.
         tokenizer_length: Ids of the student's tokenizer, `len(tokenizer)`.
+        teacher_prompt: Tokens of the longest prompt, where the teacher reads prompts of its own.
 
     Returns:
         The student, in training mode, and the frozen teacher, with heads of one layout.
@@ -174,7 +175,7 @@ def load_models(
         student = read_config(config.student, "student")
         teacher = read_config(config.teacher, "teacher")
         check_heads(student, teacher, tokenizer_length, config)
-        check_context(student, teacher, config)
+        check_context(student, teacher, config, teacher_prompt)
         check_layout(config.student, student, "student", layout.tp, cut_vocab)
         check_layout(config.teacher, teacher, "teacher", layout.tp, cut_vocab)
     options: dict[str, Any] = {

@@ -128,10 +128,18 @@ def check_heads(student: Any, teacher: Any, tokenizer_length: int, config: Confi
         )
 
 
-def check_context(student: Any, teacher: Any, config: Config) -> None:
+def check_context(
+    student: Any, teacher: Any, config: Config, teacher_prompt: int | None = None
+) -> None:
     """Refuse prompts and answers that are longer than a model's context.
 
     An answer may be cut at the student's context; the teacher must be able to read all of it.
+
+    Args:
+        student: The student's Hugging Face configuration.
+        teacher: The teacher's.
+        config: The lengths under `rollout` are read.
+        teacher_prompt: Tokens of the longest prompt, where the teacher reads prompts of its own.
 
     Raises:
         ModelError: The message names the lengths and the keys.
@@ -147,6 +155,13 @@ def check_context(student: Any, teacher: Any, config: Config) -> None:
         raise ModelError(
             f"prompt and answer can have {longest} tokens, but the teacher's context is {other}: "
             "lower rollout.max_prompt_length or rollout.max_response_length"
+        )
+    answer = response if own is None else min(response, own - 1)
+    if teacher_prompt is not None and other is not None and teacher_prompt + answer > other:
+        raise ModelError(
+            f"teacher.prompt_template gives prompts of up to {teacher_prompt} tokens and an answer "
+            f"can have {answer}, but the teacher's context is {other}: shorten the template or its "
+            "fields, or lower rollout.max_response_length"
         )
 
 

@@ -89,14 +89,17 @@ class Output:
         self.close()
         samples = []
         if before is not None and after is not None:
+            # by prompt: a run that resumed on other ranks, or other held-out rows, has other ones
+            later = {a["prompt"]: a for a in after.samples}
             samples = [
                 Sample(
                     prompt=b["prompt"],
                     before=b["response"],
-                    after=a["response"],
-                    answer=a["answer"],
+                    after=later[b["prompt"]]["response"],
+                    answer=b["answer"],
                 )
-                for b, a in zip(before.samples, after.samples, strict=False)
+                for b in before.samples
+                if b["prompt"] in later
             ]
         path = write_report(self.folder, config=self.config, summary=summary, samples=samples)
         print_summary(summary, path)

@@ -79,11 +79,14 @@ def read_inputs(config: Config, layout: Layout) -> Inputs:
         rows = load_examples(config.data.path, config.data)
         held = config.data.eval_path
         held_rows = load_examples(held, config.data, need_answer=True) if held else []
-        tokenizer = load_tokenizer(config.student.model_name_or_path)
-        compare_tokenizers(tokenizer, load_tokenizer(config.teacher.model_name_or_path))
+        tokenizer, other = (
+            load_tokenizer(section.model_name_or_path, trust_remote_code=section.trust_remote_code)
+            for section in (config.student, config.teacher)
+        )
+        compare_tokenizers(tokenizer, other)
         return Inputs(
             tokenizer=tokenizer,
-            specials=special_ids(tokenizer),
+            specials=special_ids(tokenizer, _ends(config.student.model_name_or_path)),
             train=_encode(tokenizer, rows, config, config.data.path),
             held_out=(
                 _encode(tokenizer, held_rows[: config.data.eval_limit], config, held)
@@ -101,7 +104,11 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
     """
     # dropout: different on data-parallel copies, equal on the peers of one copy
     torch.manual_seed(config.training.seed + layout.dp_rank)
-    student, teacher = load_models(config, layout, inputs.specials.vocab)
+    prompts = [p for p in (inputs.train, inputs.held_out) if p is not None]
+    lengths = [len(row) for p in prompts for row in p.teacher_ids or ()]
+    student, teacher = load_models(
+        config, layout, inputs.specials.vocab, teacher_prompt=max(lengths, default=None)
+    )
     ends: GenerationConfig | None = getattr(student.module, "generation_config", None)
     return Models(
         student=student,
@@ -124,6 +131,14 @@ def checksum(model: LanguageModel) -> int:
             weights = torch.arange(part.numel(), device=part.device) % 65521 + 1 + i
             total = (total * 31 + int((part.long() * weights).sum())) % (1 << 61)
     return total
+
+
+def _ends(path: str) -> GenerationConfig | None:
+    """The generation configuration in a model's files: it may name the only end token."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
 
 
 def _encode(

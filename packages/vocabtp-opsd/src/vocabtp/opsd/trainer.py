@@ -102,7 +102,7 @@ class Trainer:
         Raises:
             UserError: On every rank: inputs that cannot be used.
             Interrupted: On every rank, after a checkpoint was written, when one of them got
-                SIGINT or SIGTERM; a SystemExit with the code 128 + signal.
+                SIGINT or SIGTERM; the command line ends with 128 + the signal.
         """
         engine = self._engine()
         with InterruptFlag() as flag:
