@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vocabtp.kernels as vk
-from vocabtp.kernels import reference
+from vocabtp.kernels import _backend, _eager, ops, reference
 from vocabtp.kernels.testing import run_sharded
 
 BOUNDS = {
@@ -197,6 +197,23 @@ def test_autocast_does_not_reach_inside(call, dtype):
     for plain, cast in zip(*results, strict=True):
         assert cast.dtype == torch.float32
         assert torch.equal(plain, cast)
+
+
+def test_autocast_is_off_where_an_implementation_runs(call, monkeypatch):
+    seen = []
+
+    class Watched:
+        def __getattr__(self, name):
+            seen.append((name, torch.is_autocast_enabled("cpu")))
+            return getattr(_eager, name)
+
+    choice = _backend.Choice(Watched(), "watched", "a test")
+    monkeypatch.setattr(ops, "choose", lambda caller, *x: choice)
+    leaves = [x.detach().float().requires_grad_() for x in pair()][: call.sides]
+    with torch.autocast("cpu", torch.bfloat16):
+        sum(v.sum() for v in call(*leaves, index=IDS)).backward()
+    assert {name.split("_")[-1] for name, _ in seen} >= {"stats", "grad"}
+    assert not any(enabled for _, enabled in seen)
 
 
 def test_no_grad_and_inference_mode_give_the_same_values(call):

@@ -1,5 +1,7 @@
 """The public ops on every conformance case: eager by absolute bounds, shards by the rule."""
 
+import threading
+
 import pytest
 import torch
 
@@ -74,6 +76,30 @@ def test_a_rank_without_support_changes_nothing(call):
         for value, right in zip(values, whole, strict=True):
             assert torch.equal(value, right)
         assert all(g.isfinite().all() for g in grads)
+
+
+def test_ranks_that_part_ways_are_found():
+    def different(exchange, start, stop):
+        x = torch.zeros(2)
+        return exchange.gather(x) if exchange.rank else exchange.sum(x)
+
+    with pytest.raises(AssertionError, match="different calls"):
+        run_sharded(different, [(0, 1), (1, 2)])
+
+    def alone(exchange, start, stop):
+        return exchange.rank or exchange.sum(torch.zeros(2))
+
+    with pytest.raises(threading.BrokenBarrierError):
+        run_sharded(alone, [(0, 1), (1, 2)], limit=0.2)
+
+    def fails(exchange, start, stop):
+        if exchange.rank == 1:
+            raise ValueError("only here")
+        return exchange.sum(torch.zeros(2))
+
+    with pytest.raises(ValueError, match="only here") as info:
+        run_sharded(fails, [(0, 1), (1, 2)])
+    assert info.value.__notes__ == ["raised on 1 of 2 ranks"]
 
 
 def test_the_rule_sees_what_is_wrong():

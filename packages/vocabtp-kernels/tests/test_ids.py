@@ -128,7 +128,7 @@ def test_every_rank_raises_for_one_ranks_bad_id(at_fault):
             return str(error), exchange.calls
         return None
 
-    results = run_sharded(rank, BOUNDS)
+    results = run_sharded(rank, BOUNDS, limit=10.0)
     assert results[0] is not None
     assert results[0] == results[1] == results[2]
     said, calls = results[0]

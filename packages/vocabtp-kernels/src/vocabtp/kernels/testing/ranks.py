@@ -15,8 +15,8 @@ T = TypeVar("T")
 class _Meeting:
     """Where threads put one tensor each and take all of them."""
 
-    def __init__(self, world: int) -> None:
-        self.barrier = threading.Barrier(world)
+    def __init__(self, world: int, limit: float) -> None:
+        self.barrier = threading.Barrier(world, timeout=limit)
         self.slots: list[Tensor | None] = [None] * world
 
 
@@ -52,7 +52,10 @@ class ThreadExchange:
 
 
 def run_sharded(
-    fn: Callable[[ThreadExchange, int, int], T], bounds: Sequence[tuple[int, int]]
+    fn: Callable[[ThreadExchange, int, int], T],
+    bounds: Sequence[tuple[int, int]],
+    *,
+    limit: float = 60.0,
 ) -> list[T]:
     """Run one thread a shard, with an exchange among them: ranks without processes.
 
@@ -62,16 +65,18 @@ def run_sharded(
     Args:
         fn: called with the exchange, the first column of the shard and the one after its last.
         bounds: columns of each shard, in rank order; a shard may be empty.
+        limit: seconds that a rank waits for another in one call of the exchange.
 
     Returns:
         What the calls returned, in rank order.
 
     Raises:
         AssertionError: ranks made different calls.
+        threading.BrokenBarrierError: a rank waited in vain.
         Exception: of the first rank that raised, with the number of ranks that raised the same
             as a note.
     """
-    meeting = _Meeting(len(bounds))
+    meeting = _Meeting(len(bounds), limit)
     exchanges = [ThreadExchange(meeting, rank) for rank in range(len(bounds))]
     results: list[Any] = [None] * len(bounds)
     errors: list[Exception | None] = [None] * len(bounds)
