@@ -20,24 +20,22 @@ import pickle
 import re
 import shutil
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PosixPath, WindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.tensor import DTensor
 
+from vocabtp.opsd._tensor_reader import SafeReader
 from vocabtp.opsd.engine import Engine
 from vocabtp.opsd.errors import CheckpointError
-from vocabtp.opsd.model import LanguageModel
 from vocabtp.opsd.parallel import Layout
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -127,7 +125,7 @@ class Checkpoints:
             CheckpointError: On every rank, when a file cannot be read or a tensor is missing.
         """
         with _one_line(f"{path}: could not be read"):
-            reader = _Reader(str(path))
+            reader = SafeReader(str(path))
             known = reader.read_metadata().state_dict_metadata
             model = model_tensors(module)
             if missing := sorted(set(model) - set(known)):
@@ -186,38 +184,6 @@ class Checkpoints:
             else:
                 module = torch.get_device_module(self.layout.device)
                 module.set_rng_state(value, self.layout.device)
-
-
-def export_model(model: LanguageModel, tokenizer: Any, path: Path) -> Path:
-    """Write a plain Hugging Face directory; every rank takes part.
-
-    Args:
-        model: The student.
-        tokenizer: Saved beside it.
-        path: A directory that does not exist yet, or is empty.
-
-    Returns:
-        The directory.
-
-    Raises:
-        CheckpointError: On every rank: the directory is not empty or cannot be written.
-    """
-    layout = model.layout
-    with layout.together():
-        if layout.is_main and path.is_dir() and any(path.iterdir()):
-            raise CheckpointError(f"{path}: is not empty; name a new directory to export to")
-    whole: dict[str, Tensor] = {}
-    for name, tensor in model_tensors(model.module).items():
-        # every rank gathers, one keeps: one tensor at a time is whole on a device
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if layout.is_main:
-            whole[name.removeprefix("model.")] = full.detach().cpu()
-    with layout.together():
-        if layout.is_main:
-            path.mkdir(parents=True, exist_ok=True)
-            model.module.save_pretrained(path, state_dict=whole)
-            tokenizer.save_pretrained(path)
-    return path
 
 
 def read_saved(path: Path) -> Saved:
@@ -298,29 +264,3 @@ def _one_line(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: rank {rank}: {cause}") from error
     except (OSError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{what}: {error}") from error
-
-
-_HARMLESS = (torch.Size, torch.serialization._get_layout, PosixPath, WindowsPath, OrderedDict)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds what the metadata of a checkpoint is made of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class, if it belongs to torch's own description of tensors."""
-        found = super().find_class(module, name)
-        described = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
-        if described or found in _HARMLESS or isinstance(found, torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"metadata refers to {module}.{name}")
-
-
-class _Reader(FileSystemReader):
-    """Reads tensors with `weights_only`, and the metadata without running code it may name."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """The metadata that all ranks plan their reads from."""
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _Unpickler(file).load()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata

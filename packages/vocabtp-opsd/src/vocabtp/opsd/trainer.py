@@ -9,12 +9,13 @@ from typing import Any
 from torch import nn
 
 from vocabtp.opsd._console import complain
-from vocabtp.opsd.checkpoint import Checkpoints, Saved, export_model, read_saved
+from vocabtp.opsd.checkpoint import Checkpoints, Saved, read_saved
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import total_steps
 from vocabtp.opsd.engine import TorchEngine
 from vocabtp.opsd.errors import CheckpointError, ConfigError
 from vocabtp.opsd.evaluate import answer_all, evaluate
+from vocabtp.opsd.export import export_model
 from vocabtp.opsd.interrupt import InterruptFlag
 from vocabtp.opsd.parallel import make_layout
 from vocabtp.opsd.resume import check_resume

@@ -14,35 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from vocabtp.opsd.config import TrainingConfig
 from vocabtp.opsd.engine.base import StepResult
 from vocabtp.opsd.engine.schedule import Schedule
+from vocabtp.opsd.engine.slots import Slot, buckets, local_grad, local_part, make_slot, placed
 from vocabtp.opsd.parallel import Layout
-
-BUCKET_ELEMENTS = 16 * 1024 * 1024
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One parameter, and the plain tensor that the optimizer updates in its place."""
-
-    name: str
-    param: nn.Parameter
-    leaf: Tensor  # the local storage of `param`, or its fp32 master
-    master: bool
-
-    @property
-    def sharded(self) -> bool:
-        return isinstance(self.param, DTensor) and any(
-            place.is_shard() for place in self.param.placements
-        )
 
 
 class TorchEngine:
@@ -68,7 +49,9 @@ class TorchEngine:
         )
         # named_parameters names a tied weight once: one slot, one optimizer state
         self.slots = [
-            _slot(name, param) for name, param in module.named_parameters() if param.requires_grad
+            make_slot(name, param)
+            for name, param in module.named_parameters()
+            if param.requires_grad
         ]
         self.optimizer = _optimizer(self.slots, config)
 
@@ -77,7 +60,7 @@ class TorchEngine:
         torch.autograd.backward(loss)
         for slot in self.slots:
             if slot.master and slot.param.grad is not None:
-                grad = _local_grad(slot.param).float()
+                grad = local_grad(slot.param).float()
                 slot.leaf.grad = grad if slot.leaf.grad is None else slot.leaf.grad.add_(grad)
                 slot.param.grad = None
 
@@ -99,7 +82,7 @@ class TorchEngine:
         """
         for slot in self.slots:
             if not slot.master and slot.param.grad is not None:
-                slot.leaf.grad = _local_grad(slot.param)
+                slot.leaf.grad = local_grad(slot.param)
         if tokens:
             self._reduce()
         sharded, replicated = self._squares()
@@ -134,7 +117,7 @@ class TorchEngine:
         with torch.no_grad():
             for slot in self.slots:
                 if slot.master:
-                    _local(slot.param).copy_(slot.leaf)
+                    local_part(slot.param).copy_(slot.leaf)
 
     def _reduce(self) -> None:
         """Add gradients up over the data-parallel ranks.
@@ -146,7 +129,7 @@ class TorchEngine:
             return
         has = [slot.leaf.grad is not None for slot in self.slots]
         counts = torch.tensor(has, dtype=torch.float32, device=self.layout.device)
-        for bucket in _buckets(self.slots):
+        for bucket in buckets(self.slots):
             grads = [
                 torch.zeros_like(self.slots[i].leaf)
                 if (grad := self.slots[i].leaf.grad) is None
@@ -209,10 +192,10 @@ class TorchEngine:
         out: dict[str, Tensor] = {}
         for slot in self.slots:
             if slot.master:
-                out[f"optimizer.{slot.name}.master"] = _placed(slot.param, slot.leaf)
+                out[f"optimizer.{slot.name}.master"] = placed(slot.param, slot.leaf)
             for key, value in self.optimizer.state.get(slot.leaf, {}).items():
                 if isinstance(value, Tensor):
-                    out[f"optimizer.{slot.name}.{key}"] = _placed(slot.param, value)
+                    out[f"optimizer.{slot.name}.{key}"] = placed(slot.param, value)
         return out
 
     def empty_state(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -227,21 +210,21 @@ class TorchEngine:
                         if key == "step"
                         else torch.zeros_like(slot.leaf.detach())
                     )
-                    out[name] = _placed(slot.param, empty)
+                    out[name] = placed(slot.param, empty)
         return out
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Take over saved entries; a parameter without any has never been stepped."""
         for slot in self.slots:
             found = {
-                key: _local(state[name])
+                key: local_part(state[name])
                 for key in ("master", *_STATE)
                 if (name := f"optimizer.{slot.name}.{key}") in state
             }
             master = found.pop("master", None)
             if slot.master:
                 with torch.no_grad():
-                    source = _local(slot.param).float() if master is None else master
+                    source = local_part(slot.param).float() if master is None else master
                     slot.leaf.copy_(source)
             self.optimizer.state.pop(slot.leaf, None)
             if found:
@@ -251,15 +234,7 @@ class TorchEngine:
 _STATE = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def _slot(name: str, param: nn.Parameter) -> _Slot:
-    local = _local(param)
-    if param.dtype in (torch.bfloat16, torch.float16):
-        return _Slot(name, param, local.float().requires_grad_(), master=True)
-    # the same storage: a step on the leaf is a step on the parameter
-    return _Slot(name, param, local.detach().requires_grad_(), master=False)
-
-
-def _optimizer(slots: Sequence[_Slot], config: TrainingConfig) -> torch.optim.Optimizer:
+def _optimizer(slots: Sequence[Slot], config: TrainingConfig) -> torch.optim.Optimizer:
     """Weight decay on matrices only, never on norms and biases."""
     decay = [slot.leaf for slot in slots if slot.leaf.ndim > 1]
     plain = [slot.leaf for slot in slots if slot.leaf.ndim <= 1]
@@ -276,58 +251,6 @@ def _optimizer(slots: Sequence[_Slot], config: TrainingConfig) -> torch.optim.Op
         betas=(config.adam_betas[0], config.adam_betas[1]),
         eps=config.adam_eps,
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank stores, sharing its memory."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
-def _local_grad(param: nn.Parameter) -> Tensor:
-    """The local gradient, placed as the parameter is.
-
-    An untied vocabulary-sharded embedding hands back a replicated gradient; taking this rank's
-    slice of it costs no communication.
-    """
-    grad = param.grad
-    assert grad is not None
-    if not isinstance(grad, DTensor):
-        return grad
-    if not isinstance(param, DTensor):
-        return grad.full_tensor()
-    if grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    return grad.to_local()
-
-
-def _placed(param: nn.Parameter, local: Tensor) -> Tensor:
-    """`local` as a DTensor like `param`, when `param` is one and `local` is a part of it."""
-    local = local.detach()
-    if not isinstance(param, DTensor) or local.shape != _local(param).shape or not param.ndim:
-        return local
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-
-
-def _buckets(slots: Sequence[_Slot]) -> list[list[int]]:
-    """Consecutive slots of one dtype, up to `BUCKET_ELEMENTS` a bucket."""
-    out: list[list[int]] = []
-    size = 0
-    for i, slot in enumerate(slots):
-        same = bool(out) and slots[out[-1][0]].leaf.dtype == slot.leaf.dtype
-        if not same or size + slot.leaf.numel() > BUCKET_ELEMENTS:
-            out.append([])
-            size = 0
-        out[-1].append(i)
-        size += slot.leaf.numel()
-    return out
 
 
 def _refusal(tokens: int, norm: float, losses: Tensor) -> str:
