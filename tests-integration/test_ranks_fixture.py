@@ -59,6 +59,10 @@ def _leave_early(rank, world):
         os._exit(0)
 
 
+def _all_leave(rank, world):
+    os._exit(0)
+
+
 def _unpicklable(rank, world):
     return lambda: rank
 
@@ -137,6 +141,8 @@ def test_a_rank_that_leaves_is_no_success(ranks):
     text, seconds = failure(lambda: ranks(_leave_early, 2, limit=LIMIT))
     assert "rank 1" in text or "ranks [0]" in text
     assert seconds < LIMIT
+    text, _ = failure(lambda: ranks(_all_leave, 2, limit=LIMIT))
+    assert text == "ranks [0, 1] left without a result"
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error(ranks):
