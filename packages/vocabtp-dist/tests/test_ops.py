@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import vocabtp.dist as vd
+import vocabtp.kernels as vk
 from vocabtp.dist.testing import check_case, check_op, hard_logits, layouts, ops
 from vocabtp.kernels.testing import CASES
 
@@ -111,3 +112,38 @@ def _ignored(rank, world):
 
 def test_ignored_ids_may_be_tokens(ranks):
     assert ranks(_ignored, 2) == [True, True]
+
+
+HOT = {"temperature": 1.7}
+CLIP = {"pointwise_clip": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("name", "positional", "options"),
+    [
+        ("logprobs", {}, {"ignore_index": 5, **HOT}),
+        ("entropy", {}, HOT),
+        ("logprobs_and_entropy", {}, {"ignore_index": 5, **HOT}),
+        ("kl_div", {"reverse": True}, {**CLIP, **HOT}),
+        ("kl_div", {"reverse": False}, {**CLIP, **HOT}),
+        ("jsd", {"beta": 0.2}, {"rescale": True, **CLIP, **HOT}),
+        ("jsd", {"beta": 0.2}, {"rescale": False, **HOT}),
+    ],
+)
+def test_every_option_reaches_the_kernels(name, positional, options):
+    """Bitwise the single-device op; each option changes the value, so none can be dropped."""
+    logits = [torch.randn(6, 9, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
+    ids = torch.arange(6)
+    ours, plain = getattr(vd, f"vocab_parallel_{name}"), getattr(vk, name)
+    args = logits if name in ("kl_div", "jsd") else logits[:1]
+    args = [*args, ids] if "logprobs" in name else args
+    value = ours(*args, *positional.values(), **options)
+    right = plain(*args, **positional, **options)
+    both = (value, right) if isinstance(value, tuple) else ((value,), (right,))
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    for dropped in options:
+        if options[dropped] is not False:
+            less = {k: v for k, v in options.items() if k != dropped}
+            other = plain(*args, **positional, **less)
+            other = other if isinstance(other, tuple) else (other,)
+            assert not all(torch.equal(a, b) for a, b in zip(both[0], other, strict=True)), dropped
