@@ -285,6 +285,8 @@ def demo(session: nox.Session) -> None:
     command = [python, "-m", "vocabtp.opsd"] if python == sys.executable else ["vocabtp-opsd"]
     config = "examples/addition/opsd.yaml"
     env = {**env, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    # what an earlier demo left is finished: train would resume it and have nothing to do
+    shutil.rmtree(ROOT / "runs" / "addition", ignore_errors=True)
     # Ctrl-C: time to write a checkpoint and stop the ranks
     patience = {"interrupt_timeout": 20.0, "terminate_timeout": 10.0}
     session.run(*command, "train", config, *session.posargs, env=env, **patience)
