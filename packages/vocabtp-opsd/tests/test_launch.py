@@ -65,7 +65,9 @@ def start(tmp_path):
     (tmp_path / "cwd").mkdir()
     (tmp_path / "cwd" / "yaml.py").write_text("raise SystemExit('shadowed')\n")
     env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "LOGLEVEL")}
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    # an empty entry would be the working directory
+    outer = [p for p in [os.environ.get("PYTHONPATH")] if p]
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *outer])
     running = []
 
     def call(command, how="", *more):
