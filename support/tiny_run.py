@@ -114,9 +114,9 @@ def recorded(path: Path, *overrides: str, report: bool = False) -> dict[str, Any
         return rollout
 
     class Watched(stepper):
-        def run(self, step, signum=lambda: 0):
+        def run(self, step, *stopping):
             before = whole(self.models.student.module.named_parameters())
-            report = super().run(step, signum)
+            report = super().run(step, *stopping)
             after = whole(self.models.student.module.named_parameters())
             weights.append({name: not before[name].equal(after[name]) for name in before})
             reports.append(report)

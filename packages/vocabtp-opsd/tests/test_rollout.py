@@ -27,7 +27,7 @@ def specials(**changes):
     return SimpleNamespace(**({"eos_ids": (2,), "pad_id": 2, "vocab": 37} | changes))
 
 
-def answer(model, prompts=PROMPTS, ids=None, seed=7, step=3, special=None, **changes):
+def answer(model, prompts=PROMPTS, ids=None, seed=7, step=3, special=None, stop=None, **changes):
     ids = list(range(len(prompts))) if ids is None else ids
     return generate(
         model,
@@ -37,7 +37,26 @@ def answer(model, prompts=PROMPTS, ids=None, seed=7, step=3, special=None, **cha
         specials=special or specials(),
         seed=seed,
         step=step,
+        stop=stop,
     )
+
+
+def _stopped(rank, world):
+    rollout_module._STOP_EVERY = 4
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    model = place_model(tiny_model("llama"), layout, name="llama", trainable=True)
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return rank == 1 and len(asked) == 2
+
+    found = answer(model, special=specials(eos_ids=()), stop=stop)
+    return found.response_lengths, found.truncated, len(asked)
+
+
+def test_all_peers_stop_answering_when_one_asks(ranks):
+    assert ranks(_stopped, 2) == [([8] * 4, [True] * 4, 2)] * 2
 
 
 def whole_generate(module, prompts, n):

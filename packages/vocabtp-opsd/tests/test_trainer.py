@@ -1,12 +1,14 @@
 import json
+import os
 import shutil
+import signal
 
 import pytest
 import torch
 
 from tiny_run import recorded, tiny_run
 from vocabtp.opsd.checkpoint import _fault
-from vocabtp.opsd.errors import CheckpointError
+from vocabtp.opsd.errors import CheckpointError, Interrupted
 
 
 def same(a, b):
@@ -170,6 +172,39 @@ def test_resume_is_exact(tmp_path):
     again = recorded(path, two)
     assert again["losses"] == []
     assert same(again["weights"], straight["weights"])
+
+
+def test_a_signal_in_the_middle_of_a_step_leaves_no_trace(tmp_path, monkeypatch):
+    """After the first of a step's two micro-batches, with dropout and sampling."""
+    import vocabtp.opsd.step as module
+
+    path = tiny_run(
+        tmp_path,
+        model={"attention_dropout": 0.2},
+        rollout={"temperature": 1.0},
+        training={"max_steps": 3, "micro_batch_size_per_gpu": 2},
+    )
+    straight = recorded(path, f"training.save_dir={tmp_path / 'one'}")
+    two = f"training.save_dir={tmp_path / 'two'}"
+    real, calls = module.distill_loss, []
+
+    def told_to_stop(*args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, "distill_loss", told_to_stop)
+    with pytest.raises(Interrupted):
+        recorded(path, two)
+    monkeypatch.undo()
+    assert len(calls) == 3
+    assert [p.name for p in (tmp_path / "two" / "checkpoints").iterdir()] == ["step-00000001"]
+    resumed = recorded(path, two)
+    assert resumed["losses"] == straight["losses"][1:]
+    assert same(resumed["weights"], straight["weights"])
+    assert same(resumed["optimizer"], straight["optimizer"])
+    assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
 
 
 def test_half_written_checkpoints_are_passed_over(tmp_path, capsys):

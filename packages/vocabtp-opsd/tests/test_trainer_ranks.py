@@ -213,10 +213,10 @@ def interrupted(rank, world, path):
     said = []
     generate, evaluate = run_module.Stepper.run, run_module.evaluate
 
-    def step(self, index, signum):
-        if rank == 1 and index == 1:
+    def step(self, index, *stopping):
+        if rank == 1 and index == 1 and not said:
             os.kill(os.getpid(), signal.SIGTERM)
-        return generate(self, index, signum)
+        return generate(self, index, *stopping)
 
     def evaluating(*args, tick, **options):
         if rank == 1 and said:
@@ -238,7 +238,8 @@ def test_all_ranks_stop_when_one_is_told_to(ranks, tmp_path):
     path = tiny_run(tmp_path, held_out=2, training={"train_batch_size": 2, "max_steps": 3})
     assert ranks(interrupted, 2, path) == [[15, 2], [15, 2]]
     names = sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir())
-    assert names == ["step-00000002", "step-00000003"]
+    # the second step was under way, and is taken again
+    assert names == ["step-00000001", "step-00000003"]
     rows = [json.loads(x) for x in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["kind"]) for row in rows] == [
         (0, "eval"), (1, "train"), (2, "train"), (3, "train"),

@@ -85,7 +85,7 @@ class Checkpoints:
         final = self.path(saved.step)
         partial = final.with_name(final.name + ".partial")
         self._lead("prepare", lambda: _fresh(partial))
-        tensors = model_tensors(module) | engine.state_tensors() | self._rng()
+        tensors = model_tensors(module) | engine.state_tensors() | self.rng()
         with _one_line(f"{partial}: could not be written"):
             save_tensors(
                 tensors,
@@ -132,14 +132,14 @@ class Checkpoints:
                 raise CheckpointError(f"{path}: has no tensor {missing[0]!r} for the student")
             rng, state = {}, {}
             if engine is not None:
-                rng = {name: value for name, value in self._rng().items() if name in known}
+                rng = {name: value for name, value in self.rng().items() if name in known}
                 state = engine.empty_state(
                     [name for name in known if name.startswith("optimizer.")]
                 )
             load_tensors(model | state | rng, storage_reader=reader, no_dist=self.alone)
         if engine is not None:
             engine.load_state_tensors(state)
-            self._set_rng(rng)
+            self.set_rng(rng)
 
     def _finish(self, partial: Path, final: Path, saved: Saved) -> None:
         _write(partial / _STATE, json.dumps(vars(saved), indent=1))
@@ -168,7 +168,8 @@ class Checkpoints:
         if failure[0]:
             raise CheckpointError(failure[0])
 
-    def _rng(self) -> dict[str, Tensor]:
+    def rng(self) -> dict[str, Tensor]:
+        """This rank's random states, by names that tell the layout."""
         rank = self.layout.dp_rank * self.layout.tp + self.layout.tp_rank
         key = f"rng.tp{self.layout.tp}.dp{self.layout.dp}.rank{rank}"
         out = {f"{key}.cpu": torch.get_rng_state()}
@@ -177,7 +178,8 @@ class Checkpoints:
             out[f"{key}.device"] = module.get_rng_state(self.layout.device)
         return out
 
-    def _set_rng(self, rng: Mapping[str, Tensor]) -> None:
+    def set_rng(self, rng: Mapping[str, Tensor]) -> None:
+        """Take over what `rng` gave."""
         for name, value in rng.items():
             if name.endswith(".cpu"):
                 torch.set_rng_state(value)

@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM: finish the step, write a checkpoint, end all ranks with 128 + signal.
+"""Ctrl-C and SIGTERM: write a checkpoint of the last whole step, end all ranks with 128 + signal.
 
-A handler only remembers the signal. The trainer lets the number travel with the numbers that the
-ranks exchange at every step anyway, so that all of them stop at the same step, whichever of them
-was told to.
+A handler only remembers the signal. The ranks compare what they remember before every micro-batch,
+and at the end of a step with the numbers that they exchange anyway, so that all of them stop at the
+same place, whichever of them was told to. A step that was under way leaves no trace: it is taken
+again on resume.
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ random generators hold.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vocabtp.dist import agree, sampling_keys, vocab_parallel_argmax, vocab_parallel_sample
@@ -22,6 +23,9 @@ from vocabtp.opsd.model import LanguageModel, evaluating
 if TYPE_CHECKING:
     from vocabtp.opsd.config import RolloutConfig
     from vocabtp.opsd.tokens import Specials
+
+# tokens between two questions whether to stop: a second or so of a large model
+_STOP_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,7 @@ def generate(
     specials: Specials,
     seed: int,
     step: int,
+    stop: Callable[[], bool] | None = None,
 ) -> Rollout:
     """Answer prompts, `config.n_samples_per_prompt` times each.
 
@@ -102,6 +107,8 @@ def generate(
         specials: End and pad ids, and how many ids the tokenizer has; no id beyond is picked.
         seed: The run's seed.
         step: The optimizer step, so that noise differs between steps.
+        stop: Asked every few tokens; where it is true on a tensor-parallel peer, all peers end the
+            answers there, as if cut. Every peer passes one or none does.
 
     Returns:
         The rollout, the answers to one prompt in consecutive rows.
@@ -122,7 +129,7 @@ def generate(
     limits = response_limits(rows, config.max_response_length, model.context)
     picker = _Picker(model, config, specials, seed, step, ids)
     with torch.no_grad(), evaluating(model.module):
-        response, lengths, ended = _decode(picker, prompt_block, prompt_mask, limits)
+        response, lengths, ended = _decode(picker, prompt_block, prompt_mask, limits, stop)
     picked = {"tokens": digest(response.tolist()), "lengths": digest(lengths)}
     agree(picked, what="rollout of tensor-parallel peers", group=group)
     return assemble(rows, response, lengths, ended, ids, (prompt_block, prompt_mask))
@@ -195,10 +202,14 @@ class _Picker:
 
 
 def _decode(
-    picker: _Picker, tokens: Tensor, mask: Tensor, limits: list[int]
+    picker: _Picker,
+    tokens: Tensor,
+    mask: Tensor,
+    limits: list[int],
+    stop: Callable[[], bool] | None,
 ) -> tuple[Tensor, list[int], list[bool]]:
     """`[B, R]` response ids with pads after each end, their lengths, and which met an end id."""
-    device, specials = tokens.device, picker.specials
+    device, specials, group = tokens.device, picker.specials, picker.model.layout.tp_group
     limit = torch.tensor(limits, dtype=torch.long, device=device)
     ends = torch.tensor(specials.eos_ids, dtype=torch.long, device=device)
     lengths = torch.zeros_like(limit)
@@ -216,6 +227,12 @@ def _decode(
         mask = torch.cat([mask, live[:, None].long()], dim=1)
         if not bool((~ended & (limit > position + 1)).any()):
             break
+        if stop is not None and (position + 1) % _STOP_EVERY == 0:
+            asked = torch.tensor([stop()], dtype=torch.int32, device=device)
+            if group is not None:
+                dist.all_reduce(asked, dist.ReduceOp.MAX, group=group)
+            if bool(asked):
+                break
     response = torch.stack(columns, dim=1) if columns else tokens.new_zeros((len(limits), 0))
     return response, lengths.tolist(), ended.tolist()
 

@@ -115,7 +115,7 @@ class Run:
         if self.before is None and self.step == 0:
             self.before = self._evaluate()
         while self.step < total:
-            report = stepper.run(self.step, lambda: self.flag.signum)
+            report = self._step(stepper)
             self.step += 1
             self._record(report)
             if report.signum:
@@ -126,6 +126,17 @@ class Run:
                 self._evaluate()
         self._save()
         return self._evaluate()
+
+    def _step(self, stepper: Stepper) -> StepReport:
+        """One step, or none at all: a signal ends it between two micro-batches."""
+        rng = self.trainer.checkpoints.rng()
+        try:
+            return stepper.run(self.step, lambda: self.flag.signum, self._tick)
+        except _StopRequest:
+            # the checkpoint that follows must continue as if this step had not begun
+            self.engine.zero_grad()
+            self.trainer.checkpoints.set_rng(rng)
+            raise
 
     def _resume(self) -> None:
         found = self.trainer.resume_point()
@@ -164,7 +175,7 @@ class Run:
         return found
 
     def _tick(self, done: int, total: int) -> None:
-        """Between two batches of an evaluation: stop if any rank was told to."""
+        """Between two batches, of a step or an evaluation: stop if any rank was told to."""
         if found := self._agreed_signal():
             raise _StopRequest(found)
 

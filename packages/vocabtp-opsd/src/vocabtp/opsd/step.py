@@ -95,22 +95,33 @@ class Stepper:
         # the answers of one prompt are rows of their own here: micro-batches cut anywhere
         self.rollout_config = config.rollout.model_copy(update={"n_samples_per_prompt": 1})
 
-    def run(self, step: int, signum: Callable[[], int] = lambda: 0) -> StepReport:
+    def run(
+        self,
+        step: int,
+        signum: Callable[[], int] = lambda: 0,
+        tick: Callable[[int, int], None] = lambda done, total: None,
+    ) -> StepReport:
         """Take optimizer step `step`, counted from 0; every rank calls it.
 
         Args:
             step: Says which prompts, which noise and which learning rate.
             signum: The signal that this rank was sent, or 0; asked when the step is nearly
                 done, for all ranks to know.
+            tick: Called on every rank before each rollout and each backward of a micro-batch,
+                equally often; what it raises must be raised on all ranks.
         """
         times = _Times(self.layout.device)
+        parts = self._parts(step)
         with times.phase("rollout"):
-            batches = self._rollouts(step)
+            batches = self._rollouts(step, parts, signum, tick)
         tokens, filled = self._count([rollout for _, rollout in batches])
         loss = 0.0
         rows: list[Tensor] = []
-        for indices, rollout in batches:
-            if any(rollout.response_lengths):
+        for i in range(len(parts)):
+            tick(i, len(parts))
+            # a copy with less to do has its empty parts last
+            indices, rollout = batches[i] if i < len(batches) else ([], None)
+            if rollout is not None and any(rollout.response_lengths):
                 share = self._normalizer(rollout, tokens, filled)
                 loss += self._micro_batch(indices, rollout, share, rows, times)
         with times.phase("step"):
@@ -128,8 +139,11 @@ class Stepper:
             peak_bytes=[int(n) for n in result.ranks[:, 1].tolist()],
         )
 
-    def _rollouts(self, step: int) -> list[tuple[list[int], Rollout]]:
-        """This copy's share of the step in micro-batches: prompt indices, and the answers."""
+    def _parts(self, step: int) -> list[list[tuple[int, int]]]:
+        """This copy's share of the step in micro-batches of (prompt index, sample id).
+
+        As many on every copy: the last ones are empty where a short step leaves a copy less.
+        """
         training = self.config.training
         samples = self.config.rollout.n_samples_per_prompt
         indices = batch_indices(
@@ -145,9 +159,22 @@ class Stepper:
         start = len(rows) * self.layout.dp_rank // self.layout.dp
         stop = len(rows) * (self.layout.dp_rank + 1) // self.layout.dp
         size = training.micro_batch_size_per_gpu or 1
+        most = -(-len(rows) // self.layout.dp)
+        return [rows[start + at : min(start + at + size, stop)] for at in range(0, most, size)]
+
+    def _rollouts(
+        self,
+        step: int,
+        parts: list[list[tuple[int, int]]],
+        signum: Callable[[], int],
+        tick: Callable[[int, int], None],
+    ) -> list[tuple[list[int], Rollout]]:
+        """Prompt indices and answers of each micro-batch."""
         out = []
-        for at in range(start, stop, size):
-            part = rows[at : min(at + size, stop)]
+        for n, part in enumerate(parts):
+            tick(n, len(parts))
+            if not part:
+                continue
             chosen = [i for i, _ in part]
             rollout = generate(
                 self.models.student,
@@ -155,8 +182,10 @@ class Stepper:
                 [sample for _, sample in part],
                 config=self.rollout_config,
                 specials=self.models.specials,
-                seed=training.seed,
+                seed=self.config.training.seed,
                 step=step,
+                # what is cut short here is thrown away: the next tick stops all ranks
+                stop=lambda: signum() != 0,
             )
             out.append((chosen, rollout))
         return out
