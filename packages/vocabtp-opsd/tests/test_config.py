@@ -166,6 +166,13 @@ def test_wrong_value_names_key_line_rule_and_value(write, extra, message):
     assert text.startswith(f"{path}:{line}: ")
 
 
+def test_a_float16_student_is_refused(write):
+    # there is no loss scaling: gradients below 6e-8 would be lost without a word
+    text = refusal(write(), ["student.dtype=float16"])
+    assert text.startswith("override 'student.dtype=float16': student.dtype must be bfloat16 or")
+    assert load_config(write(), ["teacher.dtype=float16"]).teacher.dtype == "float16"
+
+
 def test_template_rules(write):
     def told(template):
         return refusal(write(), [f"teacher.prompt_template='{template}'"])

@@ -25,8 +25,10 @@ class StudentConfig(Section):
         description="Directory of a Hugging Face causal LM, or its name on the hub. A directory "
         "is looked for beside the configuration file first, then in the working directory."
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        default="bfloat16", description="Data type of the weights and of the forward pass."
+    dtype: Literal["bfloat16", "float32", "float16"] = Field(
+        default="bfloat16",
+        description="Data type of the weights and of the forward pass; float16 for the teacher "
+        "only.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model's files."
@@ -255,6 +257,12 @@ class Sections(Section):
     @model_validator(mode="after")
     def _between_sections(self) -> Self:
         t = self.training
+        if self.student.dtype == "float16":
+            raise RuleError(
+                "student.dtype",
+                "must be bfloat16 or float32, got 'float16': without loss scaling, small "
+                "gradients would be lost",
+            )
         if t.eval_steps and self.data.eval_path is None:
             raise RuleError(
                 "training.eval_steps", f"is {t.eval_steps}, but data.eval_path is not set"
