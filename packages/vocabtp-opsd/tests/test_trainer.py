@@ -281,6 +281,8 @@ def test_resume_under_another_configuration_names_what_changed(tmp_path, capsys)
     longer = recorded(path, "training.max_steps=3", "distillation.chunk_size=2")
     assert len(longer["losses"]) == 1
     assert "training.max_steps changed from 2 to 3" in capsys.readouterr().err
+    assert recorded(path, "training.max_steps=3")["losses"] == []
+    assert "no step is left to train" in capsys.readouterr().err
     data = tmp_path / "train.jsonl"
     data.write_text(data.read_text().replace("=", "+", 1))
     with pytest.raises(CheckpointError, match=r"content of data\.path"):

@@ -22,8 +22,8 @@ def number(caller: str, name: str, value: object) -> float:
     """A real number that is neither a bool nor a tensor."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{caller}: {name} must be a number, got {type(value).__name__}; "
-            f"every rank needs the same one, known without a device"
+            f"{caller}: {name} must be a number, got {type(value).__name__}: "
+            "give a Python float, equal on all ranks"
         )
     return float(value)
 

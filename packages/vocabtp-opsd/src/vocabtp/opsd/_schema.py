@@ -28,7 +28,7 @@ class StudentConfig(Section):
     dtype: Literal["bfloat16", "float32", "float16"] = Field(
         default="bfloat16",
         description="Data type of the weights and of the forward pass; float16 for the teacher "
-        "only.",
+        "only. The optimizer keeps a float32 copy of a bfloat16 student.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model's files."

@@ -148,7 +148,8 @@ def check_context(
     own, other = context_length(student), context_length(teacher)
     if own is not None and prompt > own:
         raise ModelError(
-            f"rollout.max_prompt_length is {prompt}, but the student's context is {own} tokens"
+            f"rollout.max_prompt_length is {prompt}, but the student's context is {own} tokens: "
+            "lower it, to leave room for the answer"
         )
     longest = prompt + response if own is None else min(own, prompt + response)
     if other is not None and longest > other:

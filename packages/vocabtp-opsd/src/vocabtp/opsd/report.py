@@ -71,7 +71,7 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Name, before, after; what has no "before" stands under "after"."""
-        peak = ", ".join(f"{n / 2**20:,.0f}" for n in self.peak_memory)
+        peak = ", ".join(f"{n / 2**20:,.0f}" for n in self.peak_memory) or "-"
         return [
             ("exact match, held out", *_shown(self.exact_match, ".1%")),
             ("reverse KL to the teacher", *_shown(self.reverse_kl, ".4f")),

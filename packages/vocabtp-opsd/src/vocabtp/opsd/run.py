@@ -148,7 +148,13 @@ class Run:
         self.counters |= saved.counters
         if saved.before is not None:
             self.before = Evaluation(**saved.before)
-        self.trainer.notice(f"resumed from {path}: step {saved.step + 1} is the next")
+        if self.step < self.trainer.total_steps:
+            self.trainer.notice(f"resumed from {path}: step {self.step + 1} is the next")
+        else:
+            self.trainer.notice(
+                f"{path} is the end of the run: no step is left to train; raise "
+                "training.max_steps, or start anew with another training.save_dir"
+            )
 
     def _record(self, report: StepReport) -> None:
         result, metrics = report.result, report.metrics

@@ -124,7 +124,9 @@ class Trainer:
         return evaluate(self.config, self.layout, self.inputs, self.models).numbers()
 
     def rollout(self, path: str | Path, limit: int | None = None) -> int:
-        """Write the student's answers to the training prompts, as `rollout` configures them.
+        """Write the answers to the training prompts, as `rollout` configures them.
+
+        They are those of the newest checkpoint, or of the student as it was loaded.
 
         Args:
             path: The JSONL file to write: prompt, response, tokens, truncated for each prompt.
@@ -158,8 +160,12 @@ class Trainer:
         """Put the newest checkpoint's weights into the student; None if there is no checkpoint."""
         models = self.models
         path = self.checkpoints.latest(self.notice)
-        if path is not None:
+        if path is None:
+            where = self.config.training.save_dir
+            self.notice(f"no checkpoint in {where}: using the student as it was loaded")
+        else:
             self.checkpoints.load(path, models.student.module, None)
+            self.notice(f"using the student of {path}")
         return path
 
     def notice(self, line: str) -> None:
