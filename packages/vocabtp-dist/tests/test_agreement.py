@@ -267,12 +267,43 @@ def _other_attempts(rank, world, G):
     }
 
 
+def _strange_attempts(rank, world, G):
+    """What fails on one rank alone, and not by a check of ours."""
+    one = rank == 1
+    x, ids = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+    nested = torch.nested.nested_tensor([[1.0], [1.0, 2.0]], layout=torch.jagged)
+    shard = vd.VocabShard(3 * rank, 3 * rank + 3, 9, G)
+
+    class Odd(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise RuntimeError("an odd tensor")
+
+    odd = torch.zeros(4, 3).as_subclass(Odd)
+    entropy, logprobs = vd.vocab_parallel_entropy, vd.vocab_parallel_logprobs
+    return {
+        "huge": (lambda: entropy(x, G, temperature=10**400 if one else 1.0), "rank 1: temperature"),
+        "huge id": (
+            lambda: logprobs(x, ids, G, ignore_index=2**63 if one else -1),
+            "rank 1: ignore_index must be an integer of 64 bits",
+        ),
+        "nested": (lambda: entropy(nested if one else x, G), "rank 1: vocab_parallel_logits must"),
+        "odd": (lambda: entropy(odd if one else x, G), "rank 1: an odd tensor"),
+        "odd gather": (lambda: vd.gather_vocab(odd if one else x, shard), "rank 1: an odd tensor"),
+        "text": (
+            lambda: vd.agree({"a": "\ud800" * 500 if one else ""}, what="text", group=G),
+            "text: a must be the same on all ranks",
+        ),
+    }
+
+
 def _all_attempts(rank, world):
     G = dist.group.WORLD
     out = []
     attempts = _pair_attempts(rank, world, G)
     attempts |= _token_attempts(rank, world, G)
     attempts |= _other_attempts(rank, world, G)
+    attempts |= _strange_attempts(rank, world, G)
     for name, (call, text) in attempts.items():
         out.append((name, text, _said(call)))
     # nothing is left over that a later call would trip on

@@ -248,7 +248,8 @@ def test_sampling_keys_depend_on_every_part_and_on_their_order():
         ({"temperature": INF}, "temperature must be"),
         ({"top_k": 0}, "top_k must be an int >= 1 or None"),
         ({"top_k": 2.5}, "top_k must be an int"),
-        ({"top_k": True}, "top_k must be an int"),
+        ({"top_k": INF}, "top_k must be an int"),
+        ({"temperature": 10**400}, "temperature must be a number that a float can hold"),
         ({"top_p": 0}, r"top_p must be in \(0, 1\]"),
         ({"top_p": NAN}, "top_p must be in"),
         ({"top_p": 1.1}, "top_p must be in"),
@@ -268,6 +269,10 @@ def test_wrong_types_and_shards_are_refused():
         vocab_parallel_sample(x, keys=keys.int())
     with pytest.raises(TypeError, match="keys must be an int64 tensor, got list"):
         vocab_parallel_sample(x, keys=[1, 2])
+    for option in ("temperature", "top_k", "top_p", "min_p"):
+        for bad in ("a", True, [1], torch.tensor(1)):
+            with pytest.raises(TypeError, match=f"^vocab_parallel_sample: {option} must be a num"):
+                vocab_parallel_sample(x, keys=keys, **{option: bad})
     for call in (vocab_parallel_argmax, lambda *a: vocab_parallel_sample(*a, keys=keys)):
         with pytest.raises(TypeError, match=r"floating-point, got torch\.int64"):
             call(x.long())

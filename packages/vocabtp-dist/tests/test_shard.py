@@ -135,3 +135,9 @@ def test_agree_alone_needs_no_group():
     agree({"rows": 3}, what="f", group=None)
     with pytest.raises(ValueError, match=r"^f: bad luck$"):
         agree({}, what="f", group=None, error="bad luck")
+
+
+@pytest.mark.parametrize(("size", "error"), [(-1, ValueError), ("6", TypeError), (True, TypeError)])
+def test_even_refuses_what_is_no_size(size, error):
+    with pytest.raises(error, match=r"VocabShard\.even: global_size must be an int >= 0, got"):
+        VocabShard.even(size)

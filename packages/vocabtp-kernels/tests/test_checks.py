@@ -44,6 +44,25 @@ def test_temperature(name):
         CALLS[name](temperature=good)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_beyond_the_machine(name):
+    with pytest.raises(ValueError, match=rf"^{name}: temperature must be a number that a float"):
+        CALLS[name](temperature=10**400)
+    if name.startswith("logprobs"):
+        for option in ("ignore_index", "vocab_start", "vocab_size"):
+            for bad in (2**63, -(2**63) - 1):
+                with pytest.raises(ValueError, match=rf"^{name}: {option} must be an integer of"):
+                    CALLS[name](**{option: bad})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_without_one_shape(name):
+    with pytest.raises(TypeError, match=rf"^{name}: \w*logits must be a dense tensor, got"):
+        CALLS[name](X.to_sparse())
+    with pytest.raises(TypeError, match=rf"^{name}: \w*logits must be a dense tensor, got a nes"):
+        CALLS[name](torch.nested.nested_tensor([[1.0], [1.0, 2.0]], layout=torch.jagged))
+
+
 @pytest.mark.parametrize("name", ["kl_div", "jsd"])
 def test_pairs_that_do_not_fit(name):
     op = getattr(vk, name)

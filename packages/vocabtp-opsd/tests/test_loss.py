@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributions import Categorical
 
 from vocabtp.cache import TeacherLogitCache
@@ -295,8 +296,6 @@ def test_cache_of_another_shard_is_refused():
 
 def routes(rank, world, vocab):
     """Loss, gathered gradient and metrics of each route and case; the dense truth on one rank."""
-    import torch.distributed as dist
-
     group = dist.group.WORLD
     shard = VocabShard.even(vocab, group)
     s, t = logits(17, vocab), logits(17, vocab, seed=1)
@@ -348,3 +347,39 @@ def test_three_routes_agree_at_every_tp(ranks, world, vocab):
                 # every rank has bitwise the same loss
                 assert torch.equal(loss, results[0][0][i][route][0])
                 torch.testing.assert_close(rows, row_metrics(s, t), rtol=1e-4, atol=1e-5)
+
+
+WRONG = {
+    "student": ({"student_logits": [[1.0]]}, "student_logits must be Tensor, got list"),
+    "student of ints": ({"student_logits": torch.zeros(4, 3).int()}, "must be floating-point"),
+    "teacher": ({"teacher": [[1.0]]}, "teacher must be Tensor or TeacherLogitCache, got list"),
+    "mask": ({"response_mask": [1]}, "response_mask must be Tensor or None, got list"),
+    "config": ({"config": {"beta": 1}}, "config must be the distillation section or None"),
+    "normalizer": ({"normalizer": "x"}, "normalizer must be Tensor or int or float or None"),
+    "normalizer 0": ({"normalizer": 0}, "normalizer must be a finite number > 0, got 0"),
+    "chunk": ({"chunk_size": 1.5}, "chunk_size must be an int, got 1.5"),
+    "dtype": ({"student_logits": torch.zeros(4, 3).half()}, "dtype must be the same on all ranks"),
+}
+
+
+def wrong_on_one(rank, world):
+    shard = VocabShard(3 * rank, 3 * rank + 3, 3 * world, dist.group.WORLD)
+    out = []
+    for wrong, _ in WRONG.values():
+        good = {"student_logits": torch.zeros(4, 3), "teacher": torch.zeros(4, 3), "shard": shard}
+        try:
+            distill_loss(**good | (wrong if rank == 1 else {}))
+            out.append("")
+        except ValueError as error:
+            out.append(str(error))
+    return out
+
+
+def test_what_one_rank_has_wrong_is_an_error_on_all(ranks):
+    first, second = ranks(wrong_on_one, 2)
+    assert first == second
+    for message, (_, text) in zip(first, WRONG.values(), strict=True):
+        assert message.startswith("distill_loss: ")
+        assert text in message
+    with pytest.raises(TypeError, match="shard must be VocabShard or None, got tuple"):
+        distill_loss(torch.zeros(4, 3), torch.zeros(4, 3), shard=(0, 3))

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vocabtp.kernels import checks
+
 
 class Filters(NamedTuple):
     """Which tokens may be drawn; None is off."""
@@ -23,12 +25,15 @@ def check_options(
 ) -> Filters:
     """The filters that are on; a value out of its range is a ValueError."""
     name = "vocab_parallel_sample"
-    if not 0 < temperature < math.inf:
+    for option, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+        if value is not None:
+            checks.number(name, option, value)
+    if not 0 < checks.number(name, "temperature", temperature) < math.inf:
         raise ValueError(
             f"{name}: temperature must be a finite number > 0, got {temperature!r}; "
             "use vocab_parallel_argmax for greedy choice"
         )
-    if top_k is not None and (isinstance(top_k, bool) or int(top_k) != top_k or top_k < 1):
+    if top_k is not None and (top_k < 1 or top_k % 1 != 0):
         raise ValueError(f"{name}: top_k must be an int >= 1 or None (off), got {top_k!r}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"{name}: top_p must be in (0, 1] or None (off), got {top_p!r}")

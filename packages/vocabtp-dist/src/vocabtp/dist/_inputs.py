@@ -75,7 +75,7 @@ def prepare(
             _check_width(op, name, x.shape[-1], claim)
         if check is not None:
             check(local)
-    except (TypeError, ValueError) as raised:
+    except Exception as raised:  # whatever it is: peers wait for this rank's answer
         if not waiting:
             raise
         error, claim = raised, NO_BOUNDS
@@ -163,6 +163,8 @@ def _claim(
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+        if x.is_nested:  # it has no shape to ask for
+            raise TypeError(f"{op}: {name} must be a dense tensor, got a nested one")
         if x.ndim == 0:
             raise ValueError(f"{op}: {name} must be [..., L], got a 0-dimensional tensor")
         if is_dtensor(x):

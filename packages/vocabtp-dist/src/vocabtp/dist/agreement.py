@@ -142,5 +142,5 @@ def _value_text(value: object) -> str:
         text = value
     if len(text) <= _VALUE_CHARS:
         return text
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f"{text[: _VALUE_CHARS // 2]}... (hash {digest})"

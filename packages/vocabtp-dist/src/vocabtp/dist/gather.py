@@ -44,7 +44,7 @@ def gather_vocab(vocab_parallel_logits: Tensor, shard: VocabShard | None = None)
             "dtype": str(local.dtype),
             **shard.facts(),
         }
-    except (TypeError, ValueError) as raised:
+    except Exception as raised:  # whatever it is: peers wait for this rank's answer
         if group_size(group) == 1:
             raise
         error = raised

@@ -79,8 +79,16 @@ class VocabShard:
 
         Returns:
             This rank's shard.
+
+        Raises:
+            ValueError: `global_size` is negative.
+            TypeError: `global_size` is not an int.
         """
         check_group(tp_group, "VocabShard.even: tp_group")
+        if not isinstance(global_size, int) or isinstance(global_size, bool) or global_size < 0:
+            raise (ValueError if type(global_size) is int else TypeError)(
+                f"VocabShard.even: global_size must be an int >= 0, got {global_size!r}"
+            )
         start, end = even_bounds(global_size, group_size(tp_group))[group_rank(tp_group)]
         return cls(start, end, global_size, tp_group)
 

@@ -25,14 +25,20 @@ def number(caller: str, name: str, value: object) -> float:
             f"{caller}: {name} must be a number, got {type(value).__name__}: "
             "give a Python float, equal on all ranks"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{caller}: {name} must be a number that a float can hold") from None
 
 
 def integer(caller: str, name: str, value: object) -> int:
-    """An integer that is neither a bool nor a tensor."""
+    """An integer of 64 bits that is neither a bool nor a tensor."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{caller}: {name} must be an integer, got {type(value).__name__}")
-    return int(value)
+    result = int(value)
+    if not -(2**63) <= result < 2**63:
+        raise ValueError(f"{caller}: {name} must be an integer of 64 bits, got a larger one")
+    return result
 
 
 def flag(caller: str, name: str, value: object) -> bool:
@@ -78,6 +84,8 @@ def logits(caller: str, name: str, value: object) -> Tensor:
         raise TypeError(
             f"{caller}: {name} must be bfloat16, float16, float32 or float64, got {value.dtype}"
         )
+    if value.is_nested:  # it has no shape to ask for
+        raise TypeError(f"{caller}: {name} must be a dense tensor, got a nested one")
     if value.layout != torch.strided:
         raise TypeError(f"{caller}: {name} must be a dense tensor, got {value.layout}")
     if value.dim() == 0:

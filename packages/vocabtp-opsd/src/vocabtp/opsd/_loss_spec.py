@@ -34,6 +34,8 @@ class LossSpec:
                 f"loss_backend must be one of {', '.join(get_args(Backend))}, "
                 f"got {self.loss_backend!r}"
             )
+        if not isinstance(self.chunk_size, int):
+            raise TypeError(f"chunk_size must be an int, got {self.chunk_size!r}")
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
         # `not >` also refuses NaN
@@ -60,6 +62,10 @@ class LossSpec:
         names = [field.name for field in fields(cls)]
         if unknown := sorted(set(overrides) - set(names)):
             raise TypeError(f"unknown argument {unknown[0]!r}; the loss takes {', '.join(names)}")
+        if not isinstance(config, DistillationConfig | LossSpec | None):
+            raise TypeError(
+                f"config must be the distillation section or None, got {type(config).__name__}"
+            )
         if config is None and "beta" in overrides:
             overrides.setdefault("loss_type", "jsd")
         base = DistillationConfig() if config is None else config

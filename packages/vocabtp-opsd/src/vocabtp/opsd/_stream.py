@@ -104,6 +104,11 @@ class Stream:
         counted = [] if self.mask is None else [int(self.mask.sum())]
         return [*student.shape[:-1], *counted]
 
+    def facts(self, student: Tensor) -> dict[str, object]:
+        """What the ranks compare before the first exchange."""
+        dtypes = f"{student.dtype}, {self.teacher.dtype}".replace("torch.", "")
+        return {"rows": self.rows(student), "dtype": dtypes, "loss": self.spec}
+
     def run(self, student: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
         """The loss and, if asked for, its gradient with respect to `student`."""
         dim = student.ndim - 2

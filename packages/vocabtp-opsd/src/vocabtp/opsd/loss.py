@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vocabtp.cache import TeacherLogitCache
 from vocabtp.dist import VocabShard, agree
+from vocabtp.opsd._arguments import check_types
 from vocabtp.opsd._loss_spec import LossSpec
 from vocabtp.opsd._masks import row_mask
 from vocabtp.opsd._stream import ROW_METRICS, Stream, StreamedLoss, row_metrics
@@ -73,18 +74,21 @@ def distill_loss(
     stream, error = None, None
     try:
         spec = LossSpec.of(config, **overrides)
+        check_types(student_logits, teacher, response_mask, shard, normalizer)
         student_logits, mask = _rows(student_logits, teacher, response_mask, aligned)
         _check_route(spec, student_logits, teacher, shard)
         stream = Stream(spec, teacher, mask, shard, normalizer, collect)
-    except (TypeError, ValueError) as caught:
+    except Exception as caught:  # whatever it is: peers wait for this rank's answer
         error = caught
-    group = None if shard is None else shard.tp_group
+    group = shard.tp_group if isinstance(shard, VocabShard) else None
     if group is not None and not agreed:
         # a rank that raised alone would leave its peers in the first exchange
-        facts = {} if stream is None else {"rows": stream.rows(student_logits), "loss": stream.spec}
+        facts = {} if stream is None else stream.facts(student_logits)
         agree(facts, what="distill_loss", group=group, error=error)
-    if error is not None:
+    if type(error) in (TypeError, ValueError):
         raise type(error)(f"distill_loss: {error}") from error
+    if error is not None:
+        raise error
     loss: Tensor = StreamedLoss.apply(student_logits, stream)  # type: ignore[no-untyped-call]
     return loss
 
