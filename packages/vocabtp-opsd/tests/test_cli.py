@@ -109,6 +109,12 @@ def test_check_prints_the_resolved_configuration(trainer, run_file, capsys, tmp_
         (["train", "RUN", "training.train_batch_size=5", "training.micro_batch_size_per_gpu=2"],
          "train_batch_size 5"),
         (["train", "RUN", "training.save_dir=p.jsonl"], "p.jsonl is a file"),
+        (["train", "RUN", "training.save_dir=" + "x" * 300], "training.save_dir: File name too"),
+        (["rollout", "RUN", "--output", "."], "--output: . is a directory"),
+        (["export", "RUN", "--output", "p.jsonl"], "--output: p.jsonl is there already"),
+        (["export", "RUN", "--output", "."], "--output: . is there already"),
+        (["export", "RUN", "--output", "p.jsonl/model"], "p.jsonl is a file"),
+        (["rollout", "RUN", "--output", "x" * 300], "--output: "),
         (["rollout", "RUN"], "the following arguments are required: --output"),
     ],
 )  # fmt: skip

@@ -498,3 +498,41 @@ def test_settings_without_effect_are_noticed(write, caplog):
         load_config(write(), ["rollout.top_k=3", "training.max_steps=4", "training.warmup_steps=4"])
     assert "no effect with rollout.temperature 0" in caplog.text
     assert "never reaches its peak" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("2020-13-45", "no timestamp"),
+        ("!!timestamp abc", "no timestamp"),
+        ("!!int abc", "no int"),
+        ("!!float abc", "no float"),
+        ("!!bool abc", "no bool"),
+        ("9" * 5000, "no int"),
+    ],
+)
+def test_value_that_yaml_cannot_make_names_the_line(write, value, problem):
+    path = write(f"training:\n  max_steps: 3\n  seed: {value}\n")
+    text = refusal(path)
+    assert f"{path}:9: not valid YAML" in text
+    assert problem in text
+    assert "quote it" in refusal(write(), [f"training.seed={value}"])
+
+
+def test_numbers_and_nesting_beyond_the_parsers(write):
+    path = write('{"training": {"seed": ' + "9" * 5000 + "}}", name="run.json", base="")
+    assert "too many digits" in refusal(path)
+    assert "quote it" in refusal(write(), ["training.seed=" + "[" * 2000])
+
+
+@pytest.mark.parametrize("text", ["\\0", "\\ud800"])
+@pytest.mark.parametrize(
+    "key", ["data.path", "data.chat_template", "training.save_dir", "student.model_name_or_path"]
+)
+def test_text_that_no_file_can_hold_is_refused(write, key, text):
+    section, name = key.split(".")
+    values = yaml.safe_load(BASE)
+    values.setdefault(section, {})[name] = "HERE"
+    body = json.dumps(values).replace("HERE", "a" + text.replace("\\0", "\\u0000") + "b")
+    path = write(body, name="run.json", base="")
+    assert f"{path}:1: {key} must be a text without NUL" in refusal(path)

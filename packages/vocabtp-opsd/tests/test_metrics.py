@@ -123,3 +123,11 @@ def test_terminal_gets_a_bar(monkeypatch):
     text = stream.getvalue()
     for part in ("loss 0.2500", "3,000 tokens/s", "left ", "4/4", "step 2 [saved]"):
         assert part in text
+
+
+def test_foreign_lines_are_dropped_on_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kept = b'{"step": 1, "kind": "train"}\n'
+    path.write_bytes(b'\xff\xfe\n{"step": "x"}\n{"step": [1]}\n{"step": null}\n' + kept + b'{"st')
+    MetricsWriter(tmp_path, resumed_step=2, tensorboard=False).close()
+    assert path.read_bytes() == kept

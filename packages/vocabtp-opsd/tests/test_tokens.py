@@ -206,6 +206,13 @@ class TestSpecialIds:
         expected = {EOS} | ({5, 7} if isinstance(more, list) else {more} - {None})
         assert specials.eos_ids == tuple(sorted(expected))
 
+    @pytest.mark.parametrize("odd", ["</s>", [2, None, "x"], True, 1.5])
+    def test_end_that_is_no_id_is_an_error(self, odd):
+        ends = GenerationConfig()
+        ends.eos_token_id = odd
+        with pytest.raises(ModelError, match="eos_token_id must be a whole number"):
+            special_ids(make_tokenizer(), ends)
+
     def test_no_end_at_all_is_an_error(self):
         tokenizer = make_tokenizer()
         tokenizer.eos_token = None

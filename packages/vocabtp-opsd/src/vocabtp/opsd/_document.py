@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from vocabtp.opsd._wording import shown
 from vocabtp.opsd.errors import ConfigError
 
 
@@ -62,7 +63,33 @@ def _compose(path: Path, text: str) -> tuple[yaml.Node | None, dict[str, int]]:
 
 def _construct(path: Path, text: str) -> Any:
     with _yaml_errors(path):
-        return yaml.safe_load(text)
+        return yaml_value(text)
+
+
+def yaml_value(text: str) -> Any:
+    """What a YAML text says.
+
+    Raises:
+        yaml.YAMLError: It is no YAML, or says a value that there is not, such as a 13th month.
+        RecursionError: It is nested too deeply.
+    """
+    return yaml.load(text, Loader=_Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """Gives the place of scalars that look like a date or a number and are none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node."""
+        try:
+            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        # the library lets through whatever int(), a lookup or a match that failed raised
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            kind = node.tag.rpartition(":")[2]
+            value = node.value if isinstance(node, yaml.ScalarNode) else "what is there"
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{shown(value)} is no {kind}; quote a text", node.start_mark
+            ) from error
 
 
 @contextlib.contextmanager
@@ -86,6 +113,8 @@ def _json_values(path: Path, text: str) -> Any:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
+    except ValueError:  # Python's own limit on the digits of a whole number
+        raise ConfigError(f"{path}: not valid JSON: a number with too many digits") from None
 
 
 def _key_lines(path: Path, root: yaml.Node | None) -> dict[str, int]:

@@ -217,12 +217,18 @@ def _fault(path: Path) -> str:
         return f"it has no file {_MARK}"
     except (OSError, ValueError) as error:
         return f"its file {_MARK} cannot be read: {error}"
+    if not isinstance(sizes, dict) or not {_STATE, ".metadata"} <= sizes.keys():
+        return f"its file {_MARK} does not list what a checkpoint has"
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():
             return f"file {name} is missing"
         if file.stat().st_size != size:
             return f"file {name} has {file.stat().st_size} bytes instead of {size}"
+    try:
+        read_saved(path)
+    except (OSError, TypeError, ValueError) as error:
+        return f"its file {_STATE} cannot be read: {error}"
     return ""
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from vocabtp.opsd import launch
 from vocabtp.opsd._console import complain, say
 from vocabtp.opsd._version import __version__
+from vocabtp.opsd._wording import shown
 from vocabtp.opsd.config import Config, load_config
 from vocabtp.opsd.data import load_examples
 from vocabtp.opsd.errors import ConfigError, Interrupted, UserError
@@ -81,6 +82,8 @@ def _run_configured(options: argparse.Namespace, arguments: Sequence[str]) -> in
     world = _world(config)
     config = config.for_world(world)
     _check_inputs(config, options.command)
+    if options.command in ("rollout", "export"):
+        _check_output(Path(options.output), options.command)
     if world > 1 and launch.world_size() is None:
         return _show(launch.launch(world, arguments), options.debug)
     if launch.world_size() is not None:
@@ -114,12 +117,30 @@ def _check_inputs(config: Config, command: str) -> None:
 
 def _check_writable(folder: Path) -> None:
     place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+    except OSError as error:  # a name that is too long, a loop of links
+        raise ConfigError(f"training.save_dir: {error.strerror}: {shown(str(folder))}") from None
     if not place.is_dir():
         raise ConfigError(f"training.save_dir: {place} is a file")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"training.save_dir: cannot write in {place}")
+
+
+def _check_output(path: Path, command: str) -> None:
+    try:
+        if command == "rollout" and path.is_dir():
+            raise ConfigError(f"--output: {path} is a directory; name a JSONL file")
+        if command == "export" and path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"--output: {path} is there already; name a new directory")
+        folder = next(p for p in path.absolute().parents if p.exists())
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--output: {error}") from None
+    if not folder.is_dir():
+        raise ConfigError(f"--output: {folder} is a file")
 
 
 def _train(trainer: Trainer, config: Config, options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError
 
-from vocabtp.opsd._document import Document, read_document
+from vocabtp.opsd._document import Document, read_document, yaml_value
 from vocabtp.opsd._fields import RuleError
 from vocabtp.opsd._keys import KeyReference, nearest, reference, sections
 from vocabtp.opsd._schema import (
@@ -39,7 +39,7 @@ from vocabtp.opsd._schema import (
     template_fields,
 )
 from vocabtp.opsd._training import TrainingConfig
-from vocabtp.opsd._wording import value_problem
+from vocabtp.opsd._wording import shown, value_problem
 from vocabtp.opsd.errors import ConfigError
 
 __all__ = [
@@ -145,6 +145,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         where[key] = f"override {override!r}"
         base[key] = [Path(), file.parent]
     _refuse_unknown(values, where, str(file))
+    _refuse_no_text(values, where)
     _resolve_paths(values, where, base)
     try:
         config = Config.model_validate(values)
@@ -180,8 +181,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if len(parts) == 2 and parts[0] not in sections():
         raise ConfigError(f"override {override!r}: unknown key {key}: {nearest(key)}")
     try:
-        return key, yaml.safe_load(text)
-    except yaml.YAMLError:
+        return key, yaml_value(text)
+    except (yaml.YAMLError, RecursionError):
         raise ConfigError(f"override {override!r}: the value is not valid YAML; quote it") from None
 
 
@@ -198,6 +199,19 @@ def _refuse_unknown(values: dict[str, Any], where: dict[str, str], file: str) ->
         raise ConfigError(f"{where.get(key, file)}: unknown key {key}: {nearest(key)}{more}")
 
 
+def _refuse_no_text(values: dict[str, Any], where: dict[str, str]) -> None:
+    """No NUL and no half of a surrogate pair: neither fits into a file's name or a UTF-8 file."""
+    for name, section in values.items():
+        pairs = section.items() if isinstance(section, dict) else [(None, section)]
+        for sub, value in pairs:
+            if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+                key = name if sub is None else f"{name}.{sub}"
+                raise ConfigError(
+                    f"{where.get(key, name)}: {key} must be a text without NUL characters and "
+                    f"lone surrogates, got {shown(value)}"
+                )
+
+
 def _line(place: str) -> int:
     tail = place.rpartition(":")[2]
     return int(tail) if tail.isdigit() else 0
@@ -210,7 +224,7 @@ def _resolve_paths(
         section, _, name = key.rpartition(".")
         target = values.get(section, {}) if section else values
         value = target.get(name)
-        if not isinstance(value, str) or not value or "\n" in value or "\0" in value:
+        if not isinstance(value, str) or not value or "\n" in value:
             continue
         found = [f / Path(value).expanduser() for f in folders]
         existing = [p for p in found if _exists(p)]

@@ -47,7 +47,11 @@ class MetricsWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             events = self.path.parent / "tensorboard"
-            self._events = SummaryWriter(str(events), purge_step=resumed_step + 1)
+            try:
+                self._events = SummaryWriter(str(events), purge_step=resumed_step + 1)
+            except OSError:
+                self._file.close()
+                raise
 
     def write(self, step: int, values: Mapping[str, Value], *, kind: str = "train") -> None:
         """Adds one record, and gives every number of it to TensorBoard as `kind/name`.
@@ -203,7 +207,8 @@ def _drop_after(path: Path, step: int) -> None:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and 0 < step >= int(record.get("step", 0)):
+        at = record.get("step", 0) if isinstance(record, dict) else None
+        if isinstance(at, int) and 0 < step >= at:
             kept.append(line + b"\n")
     new = b"".join(kept)
     if new != old:

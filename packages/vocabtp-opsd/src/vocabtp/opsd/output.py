@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from vocabtp.opsd.config import Config
+from vocabtp.opsd.errors import UserError
 from vocabtp.opsd.evaluate import Evaluation
 from vocabtp.opsd.metrics import MetricsWriter, Progress
 from vocabtp.opsd.report import Sample, Summary, print_summary, write_report
@@ -27,10 +28,15 @@ class Output:
         self.config, self.folder = config, Path(config.training.save_dir)
         self._metrics: MetricsWriter | None = None
         self._progress: Progress | None = None
-        if is_main:
+        if not is_main:
+            return
+        try:
             self._metrics = MetricsWriter(self.folder, resumed_step=done)
             self._progress = Progress(total, done=done, every=config.training.logging_steps)
             (self.folder / "config.yaml").write_text(config.dump(), encoding="utf-8")
+        except OSError as error:
+            self.close()
+            raise UserError(f"training.save_dir: {error}") from error
 
     def __enter__(self) -> Self:
         return self

@@ -66,9 +66,9 @@ class Run:
         teacher = checksum(self.models.teacher.model)
         self._resume()
         total = self.trainer.total_steps
-        with Output(
-            self.config, is_main=self.layout.is_main, total=total, done=self.step
-        ) as self.output:
+        with self.layout.together():
+            output = Output(self.config, is_main=self.layout.is_main, total=total, done=self.step)
+        with output as self.output:
             try:
                 after = self._loop(total)
             except _StopRequest as stop:

@@ -58,7 +58,13 @@ def special_ids(
     ends = {tokenizer.eos_token_id}
     more = None if generation_config is None else generation_config.eos_token_id
     ends |= set(more) if isinstance(more, list | tuple) else {more}
-    eos_ids = tuple(sorted(i for i in ends if i is not None))
+    named = ends - {None}
+    if odd := [i for i in named if isinstance(i, bool) or not isinstance(i, int)]:
+        raise ModelError(
+            f"generation_config.json of the student: eos_token_id must be a whole number or a "
+            f"list of them, got {odd[0]!r}"
+        )
+    eos_ids = tuple(sorted(named))
     if not eos_ids:
         raise ModelError(
             f"{tokenizer.name_or_path}: neither the tokenizer nor generation_config.json names an "
