@@ -85,9 +85,9 @@ def distill_loss(
         # a rank that raised alone would leave its peers in the first exchange
         facts = {} if stream is None else stream.facts(student_logits)
         agree(facts, what="distill_loss", group=group, error=error)
-    if type(error) in (TypeError, ValueError):
-        raise type(error)(f"distill_loss: {error}") from error
     if error is not None:
+        if type(error) in (TypeError, ValueError):
+            raise type(error)(f"distill_loss: {error}") from error
         raise error
     loss: Tensor = StreamedLoss.apply(student_logits, stream)  # type: ignore[no-untyped-call]
     return loss
