@@ -1,0 +1,399 @@
+"""Generalized JSD, m = beta q + (1 - beta) p with 0 < beta < 1; see `mixture` for its logarithms.
+
+A token's term is t = beta q log(q/m) + (1 - beta) p log(p/m), never negative. A segment is summed
+the quick way first, and once more the exact way where the sum turns out small against the
+probability that it covers: there the quick way has no digits, and the logits are still in a cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vocabtp.kernels._rows import Rows
+from vocabtp.kernels._stats import ShardStats
+from vocabtp.kernels._triton import launch
+from vocabtp.kernels._triton.kl import add_segments, two_sides
+from vocabtp.kernels._triton.mixture import exact, quick, series
+from vocabtp.kernels._triton.online import fold, load, row_offset
+
+_LOG2E = 1.4426950408889634
+_LN2 = tl.constexpr(0.6931471805599453)
+# below this value of JSD over the probability covered the quick way is not good enough
+_SMALL = tl.constexpr(1e-3)
+# betas for which it is at all
+_QUICK = (0.05, 0.95)
+_TILE = 1024
+
+
+def pair_stats(p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
+    """The first read: `(m_p, m_q; S_p, S_q)`."""
+    return two_sides(p, q, dtype, temperature, kl=False)
+
+
+@triton.jit
+def _add_quick(
+    sum_p, sum_q, mass, p_ptr, q_ptr, cols, limit, m_p, m_q, inv_p, inv_q, ratio2, beta, rest, c,
+    HARDWARE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    u_p = load(p_ptr, cols, limit, MASKED) - m_p
+    u_q = load(q_ptr, cols, limit, MASKED) - m_q
+    x2 = (u_q - u_p) * c - ratio2
+    q_larger, r, mix, log_large, far = quick(x2, beta, rest, HARDWARE)
+    large = tl.exp2(tl.where(q_larger, u_q, u_p) * c) * tl.where(q_larger, inv_q, inv_p)
+    t_large = large * log_large
+    t_small = (large * r) * (log_large - far)
+    sum_p += tl.where(q_larger, t_small, t_large)
+    sum_q += tl.where(q_larger, t_large, t_small)
+    return sum_p, sum_q, mass + large * mix
+
+
+@triton.jit
+def _exact_terms(
+    p, q, m_p, m_q, inv_p, inv_q, ratio, beta, rest, c, inv_t, clip, k2, k3, k4, k5, k6, k7,
+    CLIP: tl.constexpr,
+):  # fmt: skip
+    """The term, and p, q, w log(p/m), w log(q/m); w is 0 where the term is at the cap."""
+    u_p, u_q = p - m_p, q - m_q
+    prob_p = tl.exp2(u_p * c) * inv_p
+    prob_q = tl.exp2(u_q * c) * inv_q
+    x = (u_q - u_p) * inv_t - ratio
+    log_p, log_q, near, of_p = exact(x, beta, rest, k2, k3, k4, k5, k6, k7)
+    term = beta * (prob_q * log_q) + rest * (prob_p * log_p)
+    term = tl.where(near, prob_p * of_p, term)
+    if CLIP:
+        above = term > clip
+        log_p = tl.where(above, 0.0, log_p)
+        log_q = tl.where(above, 0.0, log_q)
+        term = tl.where(above, clip, term)
+    return term, prob_p, prob_q, log_p, log_q
+
+
+@triton.jit
+def _add_exact(
+    sum_t, sum_p, sum_q, p_ptr, q_ptr, cols, limit, m_p, m_q, inv_p, inv_q, ratio, beta, rest, c,
+    inv_t, clip, k2, k3, k4, k5, k6, k7, CLIP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    p = load(p_ptr, cols, limit, MASKED)
+    q = load(q_ptr, cols, limit, MASKED)
+    term, prob_p, prob_q, log_p, log_q = _exact_terms(
+        p, q, m_p, m_q, inv_p, inv_q, ratio, beta, rest, c, inv_t, clip,
+        k2, k3, k4, k5, k6, k7, CLIP,
+    )  # fmt: skip
+    return sum_t + term, sum_p + prob_p * log_p, sum_q + prob_q * log_q
+
+
+@triton.jit
+def _quick_sums(
+    p_ptr, q_ptr, start, end, m_p, m_q, inv_p, inv_q, ratio2, beta, rest, c,
+    HARDWARE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sums of p log(p/m), q log(q/m) and m over a segment, by the quick way."""
+    sum_p = tl.zeros([TILE], tl.float32)
+    sum_q = tl.zeros([TILE], tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    whole = start + (end - start) // TILE * TILE
+    for first in range(start, whole, TILE):
+        sum_p, sum_q, mass = _add_quick(
+            sum_p, sum_q, mass, p_ptr, q_ptr, first + tl.arange(0, TILE), end,
+            m_p, m_q, inv_p, inv_q, ratio2, beta, rest, c, HARDWARE, False,
+        )  # fmt: skip
+    if whole < end:
+        sum_p, sum_q, mass = _add_quick(
+            sum_p, sum_q, mass, p_ptr, q_ptr, whole + tl.arange(0, TILE), end,
+            m_p, m_q, inv_p, inv_q, ratio2, beta, rest, c, HARDWARE, True,
+        )  # fmt: skip
+    return fold(sum_p, TILE) * _LN2, fold(sum_q, TILE) * _LN2, fold(mass, TILE)
+
+
+@triton.jit
+def _exact_sums(
+    p_ptr, q_ptr, start, end, m_p, m_q, inv_p, inv_q, ratio, beta, rest, c, inv_t, clip,
+    k2, k3, k4, k5, k6, k7, CLIP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sums of the terms, of w p log(p/m) and of w q log(q/m) over a segment, by the exact way."""
+    sum_t = tl.zeros([TILE], tl.float32)
+    sum_p = tl.zeros([TILE], tl.float32)
+    sum_q = tl.zeros([TILE], tl.float32)
+    # every tile is masked: the rows that come here are bound by arithmetic
+    for first in range(start, end, TILE):
+        sum_t, sum_p, sum_q = _add_exact(
+            sum_t, sum_p, sum_q, p_ptr, q_ptr, first + tl.arange(0, TILE), end,
+            m_p, m_q, inv_p, inv_q, ratio, beta, rest, c, inv_t, clip,
+            k2, k3, k4, k5, k6, k7, CLIP, True,
+        )  # fmt: skip
+    return fold(sum_t, TILE), fold(sum_p, TILE), fold(sum_q, TILE)
+
+
+@triton.jit(do_not_specialize=["rows", "n_seg", "inner_p", "inner_q"])
+def jsd_terms_kernel(
+    p_ptr,
+    q_ptr,
+    max_ptr,
+    sum_ptr,
+    part_ptr,
+    rows,
+    cols,
+    n_seg,
+    seg_cols,
+    inner_p,
+    outer_stride_p,
+    inner_stride_p,
+    inner_q,
+    outer_stride_q,
+    inner_stride_q,
+    c,
+    inv_t,
+    clip,
+    beta,
+    rest,
+    k2,
+    k3,
+    k4,
+    k5,
+    k6,
+    k7,
+    QUICK: tl.constexpr,
+    CLIP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0) // n_seg
+    seg = tl.program_id(0) % n_seg
+    p_ptr += row_offset(row, inner_p, outer_stride_p, inner_stride_p)
+    q_ptr += row_offset(row, inner_q, outer_stride_q, inner_stride_q)
+    m_p, m_q = tl.load(max_ptr + row), tl.load(max_ptr + rows + row)
+    s_p, s_q = tl.load(sum_ptr + row), tl.load(sum_ptr + rows + row)
+    start = seg * seg_cols
+    end = tl.minimum(start + seg_cols, cols)
+    sum_t = 0.0
+    sum_p = 0.0
+    sum_q = 0.0
+    mass = 1.0
+    if QUICK:
+        sum_p, sum_q, mass = _quick_sums(
+            p_ptr, q_ptr, start, end, m_p, m_q, 1.0 / s_p, 1.0 / s_q, tl.log2(s_q / s_p),
+            beta, rest, c, HARDWARE, TILE,
+        )  # fmt: skip
+        sum_t = beta * sum_q + rest * sum_p
+    # a NaN stays what it is
+    if sum_t <= mass * _SMALL:
+        sum_t, sum_p, sum_q = _exact_sums(
+            p_ptr, q_ptr, start, end, m_p, m_q, 1.0 / s_p, 1.0 / s_q, tl.log(s_q / s_p),
+            beta, rest, c, inv_t, clip, k2, k3, k4, k5, k6, k7, CLIP, TILE,
+        )  # fmt: skip
+    out = part_ptr + seg * rows.to(tl.int64) + row
+    plane = n_seg.to(tl.int64) * rows
+    tl.store(out, sum_t)
+    tl.store(out + plane, sum_p)
+    tl.store(out + 2 * plane, sum_q)
+
+
+def jsd_terms(
+    p: Rows, q: Rows, stats: ShardStats, temperature: float, beta: float, clip: float | None
+) -> Tensor:
+    """The second read: `[3, N]` sums of t (capped), w p log(p/m) and w q log(q/m)."""
+    rows, cols, device = p.num_rows, p.num_cols, p.device
+    out = stats.sums.new_empty(3, rows)
+    if rows == 0 or cols == 0:
+        return out.fill_(0.0)
+    cut = launch.segments(cols)
+    part = launch.partials(out, cut)
+    launch.run(
+        jsd_terms_kernel,
+        rows * cut.count,
+        device,
+        p.blocks,
+        q.blocks,
+        stats.maxes,
+        stats.sums,
+        part,
+        rows,
+        cols,
+        *cut,
+        *launch.strides(p),
+        *launch.strides(q),
+        *_scalars(temperature, beta, clip),
+        QUICK=clip is None and _QUICK[0] <= beta <= _QUICK[1],
+        CLIP=clip is not None,
+        HARDWARE=launch.hardware_log(device),
+        TILE=_TILE,
+        num_warps=4,
+    )
+    return add_segments(part, out)
+
+
+def _scalars(temperature: float, beta: float, clip: float | None) -> tuple[float, ...]:
+    cap = 0.0 if clip is None else clip
+    return (_LOG2E / temperature, 1.0 / temperature, cap, beta, 1.0 - beta, *series(beta))
+
+
+@triton.jit
+def _quick_logs(p, q, m_p, m_q, inv_p, inv_q, ratio2, beta, rest, c, HARDWARE: tl.constexpr):
+    u_p, u_q = p - m_p, q - m_q
+    x2 = (u_q - u_p) * c - ratio2
+    q_larger, _, _, log_large, far = quick(x2, beta, rest, HARDWARE)
+    log_small = (log_large - far) * _LN2
+    log_large *= _LN2
+    log_p = tl.where(q_larger, log_small, log_large)
+    log_q = tl.where(q_larger, log_large, log_small)
+    return tl.exp2(u_p * c) * inv_p, tl.exp2(u_q * c) * inv_q, log_p, log_q
+
+
+@triton.jit
+def _grad_block(
+    p_ptr, q_ptr, out_p_ptr, out_q_ptr, cols, limit, m_p, m_q, inv_p, inv_q, s_ratio,
+    mean_p, mean_q, scale_p, scale_q, beta, rest, c, inv_t, clip, k2, k3, k4, k5, k6, k7,
+    GRAD_P: tl.constexpr, GRAD_Q: tl.constexpr, EXACT: tl.constexpr, CLIP: tl.constexpr,
+    HARDWARE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    p = load(p_ptr, cols, limit, MASKED)
+    q = load(q_ptr, cols, limit, MASKED)
+    if EXACT:
+        _, prob_p, prob_q, log_p, log_q = _exact_terms(
+            p, q, m_p, m_q, inv_p, inv_q, tl.log(s_ratio), beta, rest, c, inv_t, clip,
+            k2, k3, k4, k5, k6, k7, CLIP,
+        )  # fmt: skip
+    else:
+        prob_p, prob_q, log_p, log_q = _quick_logs(
+            p, q, m_p, m_q, inv_p, inv_q, tl.log2(s_ratio), beta, rest, c, HARDWARE
+        )
+    mask = cols < limit
+    if GRAD_P:
+        grad = prob_p * (log_p - mean_p) * scale_p
+        if MASKED:
+            tl.store(out_p_ptr + cols, grad, mask=mask)
+        else:
+            tl.store(out_p_ptr + cols, grad)
+    if GRAD_Q:
+        grad = prob_q * (log_q - mean_q) * scale_q
+        if MASKED:
+            tl.store(out_q_ptr + cols, grad, mask=mask)
+        else:
+            tl.store(out_q_ptr + cols, grad)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "inner_p", "inner_q"])
+def jsd_grad_kernel(
+    p_ptr,
+    q_ptr,
+    out_p_ptr,
+    out_q_ptr,
+    max_ptr,
+    sum_ptr,
+    terms_ptr,
+    scale_ptr,
+    skip_ptr,
+    rows,
+    cols,
+    blocks,
+    inner_p,
+    outer_stride_p,
+    inner_stride_p,
+    inner_q,
+    outer_stride_q,
+    inner_stride_q,
+    c,
+    inv_t,
+    clip,
+    beta,
+    rest,
+    k2,
+    k3,
+    k4,
+    k5,
+    k6,
+    k7,
+    GRAD_P: tl.constexpr,
+    GRAD_Q: tl.constexpr,
+    QUICK: tl.constexpr,
+    CLIP: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) // blocks
+    start = (tl.program_id(0) % blocks) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    out_p_ptr += row.to(tl.int64) * cols
+    out_q_ptr += row.to(tl.int64) * cols
+    if tl.load(skip_ptr + row) != 0:
+        if GRAD_P:
+            tl.store(out_p_ptr + at, tl.zeros([BLOCK], out_p_ptr.dtype.element_ty), mask=at < cols)
+        if GRAD_Q:
+            tl.store(out_q_ptr + at, tl.zeros([BLOCK], out_q_ptr.dtype.element_ty), mask=at < cols)
+    else:
+        p_ptr += row_offset(row, inner_p, outer_stride_p, inner_stride_p)
+        q_ptr += row_offset(row, inner_q, outer_stride_q, inner_stride_q)
+        m_p, m_q = tl.load(max_ptr + row), tl.load(max_ptr + rows + row)
+        s_p, s_q = tl.load(sum_ptr + row), tl.load(sum_ptr + rows + row)
+        mean_p, mean_q = tl.load(terms_ptr + rows + row), tl.load(terms_ptr + 2 * rows + row)
+        scale = tl.load(scale_ptr + row)
+        small = tl.load(terms_ptr + row) <= _SMALL
+        if QUICK and (start + BLOCK <= cols) and (not small):
+            _grad_block(
+                p_ptr, q_ptr, out_p_ptr, out_q_ptr, at, cols, m_p, m_q, 1.0 / s_p, 1.0 / s_q,
+                s_q / s_p, mean_p, mean_q, scale * rest, scale * beta, beta, rest, c, inv_t, clip,
+                k2, k3, k4, k5, k6, k7, GRAD_P, GRAD_Q, False, CLIP, HARDWARE, False,
+            )  # fmt: skip
+        elif QUICK and (not small):
+            _grad_block(
+                p_ptr, q_ptr, out_p_ptr, out_q_ptr, at, cols, m_p, m_q, 1.0 / s_p, 1.0 / s_q,
+                s_q / s_p, mean_p, mean_q, scale * rest, scale * beta, beta, rest, c, inv_t, clip,
+                k2, k3, k4, k5, k6, k7, GRAD_P, GRAD_Q, False, CLIP, HARDWARE, True,
+            )  # fmt: skip
+        else:
+            _grad_block(
+                p_ptr, q_ptr, out_p_ptr, out_q_ptr, at, cols, m_p, m_q, 1.0 / s_p, 1.0 / s_q,
+                s_q / s_p, mean_p, mean_q, scale * rest, scale * beta, beta, rest, c, inv_t, clip,
+                k2, k3, k4, k5, k6, k7, GRAD_P, GRAD_Q, True, CLIP, HARDWARE, True,
+            )  # fmt: skip
+
+
+def jsd_grad(
+    p: Rows,
+    q: Rows,
+    stats: ShardStats,
+    terms: Tensor,
+    scale: Tensor,
+    skip: Tensor,
+    out_p: Tensor | None,
+    out_q: Tensor | None,
+    temperature: float,
+    beta: float,
+    clip: float | None,
+) -> None:
+    """One more read, one write a side: `scale` `[N]` times the gradients, 0 in rows of `skip`."""
+    rows, cols = p.num_rows, p.num_cols
+    outs = [x for x in (out_p, out_q) if x is not None]
+    if rows == 0 or cols == 0 or not outs:
+        return
+    blocks = triton.cdiv(cols, launch.BLOCK)
+    launch.run(
+        jsd_grad_kernel,
+        rows * blocks,
+        p.device,
+        p.blocks,
+        q.blocks,
+        outs[0] if out_p is None else out_p,
+        outs[0] if out_q is None else out_q,
+        stats.maxes,
+        stats.sums,
+        terms,
+        scale,
+        skip,
+        rows,
+        cols,
+        blocks,
+        *launch.strides(p),
+        *launch.strides(q),
+        *_scalars(temperature, beta, clip),
+        GRAD_P=out_p is not None,
+        GRAD_Q=out_q is not None,
+        QUICK=clip is None and _QUICK[0] <= beta <= _QUICK[1],
+        CLIP=clip is not None,
+        HARDWARE=launch.hardware_log(p.device),
+        BLOCK=launch.BLOCK,
+        num_warps=8,
+    )

@@ -1,0 +1,82 @@
+"""log(p/m) and log(q/m) of the mixture m = beta q + (1 - beta) p, from x = log q - log p.
+
+Let s be the smaller of p and q and w its share of m, r = s / max(p, q) = exp(-|x|). With
+g = log(1 + w (r - 1)) the larger side's log over m is -g and the smaller side's -g - |x|: nothing
+overflows, and one logarithm serves both. Two ways to get g:
+
+- `quick`, everything to base 2: the logarithm of 1 - w + w r, off by 1e-7 whatever g is. Not
+  enough where p and q nearly agree or beta is close to an end.
+- `exact`: log1p for |x| above `_NEAR`, and below it the series of A = log(m/p) in x,
+  A = beta x (1 + (1 - beta) G) and log(q/m) = (1 - beta) x (1 - beta G), which keep all digits at
+  every beta. G has the cumulants of a coin with chance beta as coefficients. A token's term is
+  p beta (1 - beta) x (E - G (1 + beta E)) there, with E = exp(x) - 1.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+_NEAR = tl.constexpr(0.125)
+_FAR = tl.constexpr(150.0)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+def series(beta: float) -> tuple[float, ...]:
+    """Coefficients of G / x: the cumulants 2 to 7 over n! beta (1 - beta)."""
+    v = beta * (1.0 - beta)
+    skew = 1.0 - 2.0 * beta
+    cumulants = (
+        1.0,
+        skew,
+        1.0 - 6.0 * v,
+        skew * (1.0 - 12.0 * v),
+        1.0 - 30.0 * v + 120.0 * v * v,
+        skew * (1.0 - 60.0 * v + 360.0 * v * v),
+    )
+    return tuple(k / math.factorial(n) for n, k in enumerate(cumulants, start=2))
+
+
+@triton.jit
+def log2_of(y, HARDWARE: tl.constexpr):
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(y)
+
+
+@triton.jit
+def quick(x2, beta, rest, HARDWARE: tl.constexpr):
+    """For x to base 2: whether q is the larger side, r, m over the larger side, -g and |x|."""
+    q_larger = x2 > 0.0
+    # NaN, where both sides are masked, compares false
+    far = tl.abs(x2)
+    far = tl.where(far < _FAR, far, _FAR)
+    r = tl.exp2(-far)
+    mix = tl.where(q_larger, beta, rest) + tl.where(q_larger, rest, beta) * r
+    return q_larger, r, mix, -log2_of(mix, HARDWARE), far
+
+
+@triton.jit
+def exact(x, beta, rest, k2, k3, k4, k5, k6, k7):
+    """For x: log(p/m), log(q/m), whether x is near 0, and then the term over p."""
+    x = tl.where(tl.abs(x) < _FAR, x, tl.where(x > 0.0, _FAR, -_FAR))
+    q_larger = x > 0.0
+    share = tl.where(q_larger, rest, beta)
+    r = tl.exp(-tl.abs(x))
+    z = share * (r - 1.0)
+    y = tl.where(q_larger, beta, rest) + share * r
+    # what rounding y cost; below a half it is exact enough
+    g = tl.log(y) + tl.where(y > 0.5, z - (y - 1.0), 0.0)
+    log_p = -g - tl.maximum(x, 0.0)
+    log_q = -g + tl.minimum(x, 0.0)
+    near = tl.abs(x) < _NEAR
+    t = tl.where(near, x, 0.0)
+    big_g = t * (k2 + t * (k3 + t * (k4 + t * (k5 + t * (k6 + t * k7)))))
+    big_e = 1.0 / 24.0 + t * (1.0 / 120.0 + t * (1.0 / 720.0))
+    big_e = t * (1.0 + t * (0.5 + t * (1.0 / 6.0 + t * big_e)))
+    log_p = tl.where(near, -beta * t * (1.0 + rest * big_g), log_p)
+    log_q = tl.where(near, rest * t * (1.0 - beta * big_g), log_q)
+    return log_p, log_q, near, beta * rest * t * (big_e - big_g * (1.0 + beta * big_e))

@@ -1,0 +1,170 @@
+"""Helpers on the device: finding a row, loading it, running maxima, sums of a fixed order.
+
+A program keeps `TILE` slots, and slot j sees the columns j, j + TILE, j + 2 TILE and so on of its
+segment. Every step is element-wise over the slots, so that neither the dtype nor the alignment of
+the logits, nor anything else that decides which thread holds a slot, can change a bit. Slots are
+put together by `fold`, which adds neighbours pair by pair first.
+
+A slot's running maximum starts at the lowest finite number rather than at -inf: then no step forms
+-inf - -inf, and a masked logit has exp2(-inf) = 0.
+"""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def row_offset(row, inner, stride_outer, stride_inner):
+    # int64: a row's offset passes 2**31 at 8192 rows of 262144 columns
+    outer = (row // inner).to(tl.int64)
+    return outer * stride_outer + (row % inner).to(tl.int64) * stride_inner
+
+
+@triton.jit
+def load(ptr, cols, limit, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(ptr + cols, mask=cols < limit, other=-float("inf"))
+    else:
+        x = tl.load(ptr + cols)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load4(ptr, cols, limit, TILE: tl.constexpr, MASKED: tl.constexpr):
+    return (
+        load(ptr, cols, limit, MASKED),
+        load(ptr, cols + TILE, limit, MASKED),
+        load(ptr, cols + 2 * TILE, limit, MASKED),
+        load(ptr, cols + 3 * TILE, limit, MASKED),
+    )
+
+
+@triton.jit
+def raise_max(m, x0, x1, x2, x3, c):
+    """The new maximum, the shift to it from the old one, and exp2 of that shift."""
+    new = tl.maximum(m, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
+    # a shift of -inf would meet a sum of 0
+    shift = tl.maximum(m - new, LOWEST)
+    return new, shift, tl.exp2(shift * c)
+
+
+@triton.jit
+def fold(x, TILE: tl.constexpr):
+    """The sum of `TILE` slots, in one order whichever thread holds which slot."""
+    a, b = tl.split(tl.reshape(x, [TILE // 2, 2]))
+    a, b = tl.split(tl.reshape(a + b, [TILE // 4, 2]))
+    a, b = tl.split(tl.reshape(a + b, [TILE // 8, 2]))
+    return tl.sum(a + b, 0)
+
+
+@triton.jit
+def seen_max(m, s):
+    """What is reported as the maximum: -inf without support, NaN where the sum is NaN."""
+    return tl.where(s == 0.0, -float("inf"), tl.where(s == s, m, float("nan")))
+
+
+@triton.jit
+def finite_max(m):
+    return tl.maximum(m, LOWEST)
+
+
+@triton.jit
+def moved(total, shift, c):
+    """A sum centred elsewhere; `shift` is the old centre minus the new one."""
+    weight = tl.exp2(shift * c)
+    # 0 * inf, far below the maximum; a NaN stays
+    return tl.where((weight == 0.0) & (total == total), 0.0, weight * total)
+
+
+@triton.jit
+def moved_weighted(weighted, total, shift, other_shift, c, scale):
+    """A weighted sum centred elsewhere; `scale` turns shifts into its unit."""
+    weight = tl.exp2(shift * c)
+    sum_ = weighted + (shift - other_shift) * scale * total
+    return tl.where((weight == 0.0) & (total == total), 0.0, weight * sum_)
+
+
+@triton.jit(do_not_specialize=["rows", "n_seg"])
+def merge_segments(
+    part_ptr,
+    out_ptr,
+    rows,
+    n_seg,
+    c,
+    inv_t,
+    SIDES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    FLAGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Segments' `[planes, n_seg, N]` into `[planes, N]`: maxes, sums, a weighted sum, flags."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    plane = n_seg.to(tl.int64) * rows
+    top_a = tl.full([BLOCK], LOWEST, tl.float32)
+    top_b = tl.full([BLOCK], LOWEST, tl.float32)
+    for seg in range(n_seg):
+        at = part_ptr + seg * rows.to(tl.int64) + row
+        top_a = tl.maximum(top_a, tl.load(at, mask=live, other=0.0))
+        if SIDES == 2:
+            top_b = tl.maximum(top_b, tl.load(at + plane, mask=live, other=0.0))
+    sum_a = tl.zeros([BLOCK], tl.float32)
+    sum_b = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    flag = tl.zeros([BLOCK], tl.float32)
+    for seg in range(n_seg):
+        at = part_ptr + seg * rows.to(tl.int64) + row
+        shift_a = finite_max(tl.load(at, mask=live, other=0.0))
+        shift_a = tl.maximum(shift_a - top_a, LOWEST)
+        shift_b = tl.zeros([BLOCK], tl.float32)
+        at += plane
+        if SIDES == 2:
+            shift_b = finite_max(tl.load(at, mask=live, other=0.0))
+            shift_b = tl.maximum(shift_b - top_b, LOWEST)
+            at += plane
+        total = tl.load(at, mask=live, other=0.0)
+        sum_a += moved(total, shift_a, c)
+        at += plane
+        if SIDES == 2:
+            sum_b += moved(tl.load(at, mask=live, other=0.0), shift_b, c)
+            at += plane
+        if WEIGHTED:
+            w = tl.load(at, mask=live, other=0.0)
+            weighted += moved_weighted(w, total, shift_a, shift_b, c, inv_t)
+            at += plane
+        if FLAGS:
+            flag = tl.maximum(flag, tl.load(at, mask=live, other=0.0))
+    out = out_ptr + row
+    plane = rows.to(tl.int64)
+    tl.store(out, seen_max(top_a, sum_a), mask=live)
+    out += plane
+    if SIDES == 2:
+        tl.store(out, seen_max(top_b, sum_b), mask=live)
+        out += plane
+    tl.store(out, sum_a, mask=live)
+    out += plane
+    if SIDES == 2:
+        tl.store(out, sum_b, mask=live)
+        out += plane
+    if WEIGHTED:
+        tl.store(out, weighted, mask=live)
+        out += plane
+    if FLAGS:
+        tl.store(out, flag, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "n_seg"])
+def sum_segments(part_ptr, out_ptr, rows, n_seg, PLANES: tl.constexpr, BLOCK: tl.constexpr):
+    """`[planes, n_seg, N]` into `[planes, N]`, segment by segment."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    stride = rows.to(tl.int64)
+    for plane in tl.static_range(PLANES):
+        total = tl.zeros([BLOCK], tl.float32)
+        for seg in range(n_seg):
+            at = part_ptr + (plane * n_seg + seg) * stride + row
+            total += tl.load(at, mask=live, other=0.0)
+        tl.store(out_ptr + plane * stride + row, total, mask=live)
