@@ -1,7 +1,16 @@
-"""The ops as the tests name them: each with every option that changes what is computed."""
+"""The ops as the tests name them: each with every option that changes what is computed.
+
+Without an accelerator the Triton kernels run under Triton's interpreter, which must be on before
+triton is imported.
+"""
+
+import os
 
 import pytest
 import torch
+
+if not torch.accelerator.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import vocabtp.kernels as vk
 from vocabtp.kernels import reference
@@ -49,3 +58,27 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """Triton's interpreter, which cuts bits off where every chip rounds to the nearest bf16."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter as it
+
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    old = it.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst):
+        if src.dtype.scalar != tl.float32 or dst.scalar != tl.bfloat16:
+            return old(self, src, dst)
+        bits = np.ascontiguousarray(src.data).view(np.uint32)
+        rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+        kept = np.where(np.isnan(src.data), (bits >> 16) | 0x40, rounded)
+        return it.TensorHandle(kept.astype(np.uint16), dst.scalar)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(it.InterpreterBuilder, "cast_impl", cast_impl)
+    yield
+    patch.undo()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from vocabtp.kernels import _ids, _stats
+from vocabtp.kernels._exchange import LOCAL
 from vocabtp.kernels._rows import as_rows
 from vocabtp.kernels._spec import PairSpec, TokenSpec
 from vocabtp.kernels._stats import NAN, ShardStats
@@ -83,17 +84,20 @@ def _token_forward(
     )
     impl = spec.implementation
     local, chosen = impl.token_stats(rows, columns, dtype, spec.temperature, entropy=entropy)
-    gathered = _stats.gather(local._replace(flags=bad), spec.exchange)
+    if spec.exchange is LOCAL:
+        stats, codes = local._replace(flags=bad), bad
+    else:
+        gathered = _stats.gather(local._replace(flags=bad), spec.exchange)
+        stats, codes = _stats.merge_softmax(gathered, spec.temperature), gathered.flags[:, 0]
     if columns.shape[1]:
         report = _ids.Report(
             spec.name, tuple(logits.shape[:-1]), spec.ignore_index, spec.vocab_size
         )
         later = _ids.report_now if spec.at_once else _ids.report_later
-        later(gathered.flags[:, 0], report)
+        later(codes, report)
         chosen = spec.exchange.sum(chosen)
-    stats = _stats.merge_softmax(gathered, spec.temperature)
-    anywhere = (stats.flags[0] != 0)[:, None] & (columns != _ids.IGNORED)
-    columns = columns.masked_fill(anywhere, _ids.BAD)
+        anywhere = (stats.flags[0] != 0)[:, None] & (columns != _ids.IGNORED)
+        columns = columns.masked_fill(anywhere, _ids.BAD)
     ctx.spec = spec
     ctx.save_for_backward(logits, columns, stats.maxes, stats.sums)
     ctx.set_materialize_grads(False)
@@ -169,7 +173,7 @@ class Entropy(torch.autograd.Function):
             rows = logits.shape[:-1].numel()
             none = torch.empty(rows, 0, dtype=torch.int64, device=logits.device)
             stats, _, _ = _token_forward(ctx, logits, none, spec, entropy=True)
-            return _stats.finish_entropy(stats)
+            return spec.implementation.finish_entropy(stats)
 
     @staticmethod
     @_once
@@ -185,7 +189,7 @@ class LogprobsAndEntropy(torch.autograd.Function):
         with _plain(logits.device):
             stats, chosen, columns = _token_forward(ctx, logits, index, spec, entropy=True)
             values = _token_values(stats, chosen, columns, spec.temperature)
-            return values, _stats.finish_entropy(stats)
+            return values, spec.implementation.finish_entropy(stats)
 
     @staticmethod
     @_once
@@ -197,10 +201,8 @@ class LogprobsAndEntropy(torch.autograd.Function):
 
 def _pair_scale(ctx: _Ctx, grad: Tensor, stats: ShardStats) -> tuple[Tensor, Tensor]:
     """Upstream over T, NaN in rows with a NaN, and the rows whose gradient is exactly 0."""
-    upstream = grad.reshape(-1)
-    scale = upstream * (ctx.spec.scale / ctx.spec.temperature)
-    scale = scale.masked_fill(_stats.poisoned(stats, 2), NAN)
-    return scale, (upstream == 0) | _stats.undefined(stats, 2)
+    spec: PairSpec = ctx.spec
+    return spec.implementation.pair_scale(grad.reshape(-1), stats, spec.scale / spec.temperature)
 
 
 def _pair_outputs(ctx: _Ctx, *inputs: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -222,14 +224,14 @@ class KlDiv(torch.autograd.Function):
             rows_a, rows_b = as_rows(a), as_rows(b)
             impl, temperature = spec.implementation, spec.temperature
             local = impl.kl_stats(rows_a, rows_b, spec.dtype(a, b), temperature)
-            stats = _stats.merge_kl(_stats.gather(local, spec.exchange), temperature)
+            stats = _stats.exchanged(local, spec.exchange, _stats.merge_kl, temperature)
             if spec.clip is None:
                 terms = None
-                values = _stats.finish_kl(stats)
+                values = impl.finish_kl(stats)
             else:
                 terms = impl.kl_terms(rows_a, rows_b, stats, temperature, spec.clip)
                 terms = _stats.in_rank_order(spec.exchange.gather(terms))
-                values = _stats.or_nan(terms[0], stats)
+                values = impl.finish_terms(terms, stats, 1.0)
         ctx.spec = spec
         ctx.save_for_backward(a, b, *stats, *([] if terms is None else [terms]))
         return values
@@ -267,10 +269,10 @@ class Jsd(torch.autograd.Function):
             p, q = as_rows(student), as_rows(teacher)
             impl, temperature = spec.implementation, spec.temperature
             local = impl.pair_stats(p, q, spec.dtype(student, teacher), temperature)
-            stats = _stats.merge_softmax(_stats.gather(local, spec.exchange), temperature)
+            stats = _stats.exchanged(local, spec.exchange, _stats.merge_softmax, temperature)
             terms = impl.jsd_terms(p, q, stats, temperature, spec.beta, spec.clip)
             terms = _stats.in_rank_order(spec.exchange.gather(terms))
-            values = _stats.or_nan(terms[0] * spec.scale, stats)
+            values = impl.finish_terms(terms, stats, spec.scale)
         ctx.spec = spec
         ctx.save_for_backward(student, teacher, *stats, terms)
         return values

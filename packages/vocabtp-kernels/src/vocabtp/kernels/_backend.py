@@ -22,7 +22,7 @@ Name = Literal["auto", "triton", "eager"]
 
 
 class Implementation(Protocol):
-    """The functions that read or write `[N, L]`; everything of `[N]` is shared (`_stats`).
+    """The functions that read or write `[N, L]`, and those of `_stats` that every call needs.
 
     Sums are centred on the maximum of the logits as they are and divided by the temperature after
     that. Rows in `skip` get gradients of exactly 0. `out` tensors are `[N, L]`, contiguous.
@@ -113,6 +113,24 @@ class Implementation(Protocol):
         """`scale` times `(1 - beta) p (w log(p/m) - E_p)` and `beta q (w log(q/m) - E_q)`."""
         ...
 
+    def finish_entropy(self, stats: ShardStats) -> Tensor:
+        """As in `_stats`."""
+        ...
+
+    def finish_kl(self, stats: ShardStats) -> Tensor:
+        """As in `_stats`."""
+        ...
+
+    def finish_terms(self, terms: Tensor, stats: ShardStats, scale: float) -> Tensor:
+        """As in `_stats`."""
+        ...
+
+    def pair_scale(
+        self, upstream: Tensor, stats: ShardStats, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        """As in `_stats`."""
+        ...
+
 
 class Choice(NamedTuple):
     """An implementation and why it was taken."""
@@ -165,20 +183,31 @@ def which_backend(*tensors: Tensor) -> tuple[str, str]:
 def choose(caller: str, *tensors: Tensor) -> Choice:
     """The implementation for a call with these logits."""
     wanted = _wanted.get()
-    obstacle = _triton_obstacle(*tensors)
+    if wanted == "eager":
+        return Choice(_eager, "eager", 'backend("eager")')
+    obstacle = _obstacle(tensors[0].device, [x.dtype for x in tensors], asked=wanted == "triton")
+    if obstacle is None:
+        from vocabtp.kernels import _triton  # no sooner: it imports triton
+
+        if wanted == "triton":
+            return Choice(_triton, "triton", 'backend("triton")')
+        return Choice(_triton.UNLESS_BROKEN, "triton", "Triton kernels for the tensors' device")
     if wanted == "triton":
         raise ValueError(
             f'{caller}: backend("triton") is not available for these tensors: {obstacle}; '
             f'use backend("auto") or backend("eager")'
         )
-    return Choice(_eager, "eager", 'backend("eager")' if wanted == "eager" else obstacle)
+    return Choice(_eager, "eager", obstacle)
 
 
-def _triton_obstacle(*tensors: Tensor) -> str:
-    """Why the Triton kernels cannot take these tensors."""
-    for tensor in tensors:
-        if tensor.device.type == "cpu":
-            return "the tensors are on the CPU"
-        if tensor.dtype == torch.float64:
-            return "fp64 runs in eager PyTorch"
-    return "this version of vocabtp-kernels has no Triton kernels"
+def _obstacle(device: torch.device, dtypes: list[torch.dtype], *, asked: bool) -> str | None:
+    """Why the Triton kernels cannot take these tensors, or are not what nobody asked for."""
+    if device.type == "cpu" and not asked:
+        return "the tensors are on the CPU"
+    if torch.float64 in dtypes:
+        return "fp64 runs in eager PyTorch"
+    try:
+        from vocabtp.kernels import _triton
+    except ImportError as error:
+        return f"triton cannot be imported: {error}"
+    return _triton.obstacle(device)

@@ -8,12 +8,13 @@ and adds s S to W first. No step here forms -inf - -inf for a rank without suppo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocabtp.kernels._exchange import Exchange
+from vocabtp.kernels._exchange import LOCAL, Exchange
 
 INF = float("inf")
 NAN = float("nan")
@@ -39,6 +40,18 @@ def gather(stats: ShardStats, exchange: Exchange) -> ShardStats:
     """All ranks' statistics, `[R, *, N]` each, by one exchange."""
     sizes = [part.shape[0] for part in stats]
     return ShardStats(*torch.split(exchange.gather(torch.cat(stats)), sizes, dim=1))
+
+
+def exchanged(
+    stats: ShardStats,
+    exchange: Exchange,
+    merge: Callable[[ShardStats, float], ShardStats],
+    temperature: float,
+) -> ShardStats:
+    """Statistics of the whole vocabulary; what a rank knows is that already where it is alone."""
+    if exchange is LOCAL:
+        return stats
+    return merge(gather(stats, exchange), temperature)
 
 
 def in_rank_order(parts: Tensor) -> Tensor:
@@ -116,6 +129,17 @@ def finish_kl(stats: ShardStats) -> Tensor:
     values = stats.sums[2] / stats.sums[0] + log_ratio(stats)
     values = values.masked_fill(stats.flags[0] != 0, INF)
     return or_nan(values, stats)
+
+
+def finish_terms(terms: Tensor, stats: ShardStats, scale: float) -> Tensor:
+    """The first row of `terms` times `scale` `[N]`, NaN where a side does not exist."""
+    return or_nan(terms[0] * scale, stats)
+
+
+def pair_scale(upstream: Tensor, stats: ShardStats, factor: float) -> tuple[Tensor, Tensor]:
+    """`[N]` upstream times `factor`, NaN in rows with a NaN, and the rows of gradient 0."""
+    scale = (upstream * factor).masked_fill(poisoned(stats, 2), NAN)
+    return scale, (upstream == 0) | undefined(stats, 2)
 
 
 def or_nan(values: Tensor, stats: ShardStats) -> Tensor:

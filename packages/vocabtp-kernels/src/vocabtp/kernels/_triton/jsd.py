@@ -23,9 +23,10 @@ _LOG2E = 1.4426950408889634
 _LN2 = tl.constexpr(0.6931471805599453)
 # below this value of JSD over the probability covered the quick way is not good enough
 _SMALL = tl.constexpr(1e-3)
-# betas for which it is at all
-_QUICK = (0.05, 0.95)
+# and neither it is for betas outside of these
+_ENDS = (0.05, 0.95)
 _TILE = 1024
+_EXACT_TILE = 256
 
 
 def pair_stats(p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
@@ -53,14 +54,16 @@ def _add_quick(
 @triton.jit
 def _exact_terms(
     p, q, m_p, m_q, inv_p, inv_q, ratio, beta, rest, c, inv_t, clip, k2, k3, k4, k5, k6, k7,
-    CLIP: tl.constexpr,
+    ENDS: tl.constexpr, CLIP: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """The term, and p, q, w log(p/m), w log(q/m); w is 0 where the term is at the cap."""
     u_p, u_q = p - m_p, q - m_q
     prob_p = tl.exp2(u_p * c) * inv_p
     prob_q = tl.exp2(u_q * c) * inv_q
     x = (u_q - u_p) * inv_t - ratio
-    log_p, log_q, near, of_p = exact(x, beta, rest, k2, k3, k4, k5, k6, k7)
+    log_p, log_q, near, of_p = exact(
+        x, beta, rest, k2, k3, k4, k5, k6, k7, ENDS, HARDWARE
+    )
     term = beta * (prob_q * log_q) + rest * (prob_p * log_p)
     term = tl.where(near, prob_p * of_p, term)
     if CLIP:
@@ -74,13 +77,14 @@ def _exact_terms(
 @triton.jit
 def _add_exact(
     sum_t, sum_p, sum_q, p_ptr, q_ptr, cols, limit, m_p, m_q, inv_p, inv_q, ratio, beta, rest, c,
-    inv_t, clip, k2, k3, k4, k5, k6, k7, CLIP: tl.constexpr, MASKED: tl.constexpr,
+    inv_t, clip, k2, k3, k4, k5, k6, k7,
+    ENDS: tl.constexpr, CLIP: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    p = load(p_ptr, cols, limit, MASKED)
-    q = load(q_ptr, cols, limit, MASKED)
+    p = load(p_ptr, cols, limit, True)
+    q = load(q_ptr, cols, limit, True)
     term, prob_p, prob_q, log_p, log_q = _exact_terms(
         p, q, m_p, m_q, inv_p, inv_q, ratio, beta, rest, c, inv_t, clip,
-        k2, k3, k4, k5, k6, k7, CLIP,
+        k2, k3, k4, k5, k6, k7, ENDS, CLIP, HARDWARE,
     )  # fmt: skip
     return sum_t + term, sum_p + prob_p * log_p, sum_q + prob_q * log_q
 
@@ -111,7 +115,8 @@ def _quick_sums(
 @triton.jit
 def _exact_sums(
     p_ptr, q_ptr, start, end, m_p, m_q, inv_p, inv_q, ratio, beta, rest, c, inv_t, clip,
-    k2, k3, k4, k5, k6, k7, CLIP: tl.constexpr, TILE: tl.constexpr,
+    k2, k3, k4, k5, k6, k7,
+    ENDS: tl.constexpr, CLIP: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sums of the terms, of w p log(p/m) and of w q log(q/m) over a segment, by the exact way."""
     sum_t = tl.zeros([TILE], tl.float32)
@@ -122,7 +127,7 @@ def _exact_sums(
         sum_t, sum_p, sum_q = _add_exact(
             sum_t, sum_p, sum_q, p_ptr, q_ptr, first + tl.arange(0, TILE), end,
             m_p, m_q, inv_p, inv_q, ratio, beta, rest, c, inv_t, clip,
-            k2, k3, k4, k5, k6, k7, CLIP, True,
+            k2, k3, k4, k5, k6, k7, ENDS, CLIP, HARDWARE,
         )  # fmt: skip
     return fold(sum_t, TILE), fold(sum_p, TILE), fold(sum_q, TILE)
 
@@ -155,10 +160,11 @@ def jsd_terms_kernel(
     k5,
     k6,
     k7,
-    QUICK: tl.constexpr,
+    ENDS: tl.constexpr,
     CLIP: tl.constexpr,
     HARDWARE: tl.constexpr,
     TILE: tl.constexpr,
+    EXACT_TILE: tl.constexpr,
 ):
     row = tl.program_id(0) // n_seg
     seg = tl.program_id(0) % n_seg
@@ -172,7 +178,7 @@ def jsd_terms_kernel(
     sum_p = 0.0
     sum_q = 0.0
     mass = 1.0
-    if QUICK:
+    if not (ENDS or CLIP):
         sum_p, sum_q, mass = _quick_sums(
             p_ptr, q_ptr, start, end, m_p, m_q, 1.0 / s_p, 1.0 / s_q, tl.log2(s_q / s_p),
             beta, rest, c, HARDWARE, TILE,
@@ -182,7 +188,8 @@ def jsd_terms_kernel(
     if sum_t <= mass * _SMALL:
         sum_t, sum_p, sum_q = _exact_sums(
             p_ptr, q_ptr, start, end, m_p, m_q, 1.0 / s_p, 1.0 / s_q, tl.log(s_q / s_p),
-            beta, rest, c, inv_t, clip, k2, k3, k4, k5, k6, k7, CLIP, TILE,
+            beta, rest, c, inv_t, clip, k2, k3, k4, k5, k6, k7,
+            ENDS, CLIP, HARDWARE, EXACT_TILE,
         )  # fmt: skip
     out = part_ptr + seg * rows.to(tl.int64) + row
     plane = n_seg.to(tl.int64) * rows
@@ -216,11 +223,12 @@ def jsd_terms(
         *launch.strides(p),
         *launch.strides(q),
         *_scalars(temperature, beta, clip),
-        QUICK=clip is None and _QUICK[0] <= beta <= _QUICK[1],
+        ENDS=not _ENDS[0] <= beta <= _ENDS[1],
         CLIP=clip is not None,
         HARDWARE=launch.hardware_log(device),
         TILE=_TILE,
-        num_warps=4,
+        EXACT_TILE=_EXACT_TILE,
+        **launch.TERMS,
     )
     return add_segments(part, out)
 
@@ -240,39 +248,6 @@ def _quick_logs(p, q, m_p, m_q, inv_p, inv_q, ratio2, beta, rest, c, HARDWARE: t
     log_p = tl.where(q_larger, log_small, log_large)
     log_q = tl.where(q_larger, log_large, log_small)
     return tl.exp2(u_p * c) * inv_p, tl.exp2(u_q * c) * inv_q, log_p, log_q
-
-
-@triton.jit
-def _grad_block(
-    p_ptr, q_ptr, out_p_ptr, out_q_ptr, cols, limit, m_p, m_q, inv_p, inv_q, s_ratio,
-    mean_p, mean_q, scale_p, scale_q, beta, rest, c, inv_t, clip, k2, k3, k4, k5, k6, k7,
-    GRAD_P: tl.constexpr, GRAD_Q: tl.constexpr, EXACT: tl.constexpr, CLIP: tl.constexpr,
-    HARDWARE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    p = load(p_ptr, cols, limit, MASKED)
-    q = load(q_ptr, cols, limit, MASKED)
-    if EXACT:
-        _, prob_p, prob_q, log_p, log_q = _exact_terms(
-            p, q, m_p, m_q, inv_p, inv_q, tl.log(s_ratio), beta, rest, c, inv_t, clip,
-            k2, k3, k4, k5, k6, k7, CLIP,
-        )  # fmt: skip
-    else:
-        prob_p, prob_q, log_p, log_q = _quick_logs(
-            p, q, m_p, m_q, inv_p, inv_q, tl.log2(s_ratio), beta, rest, c, HARDWARE
-        )
-    mask = cols < limit
-    if GRAD_P:
-        grad = prob_p * (log_p - mean_p) * scale_p
-        if MASKED:
-            tl.store(out_p_ptr + cols, grad, mask=mask)
-        else:
-            tl.store(out_p_ptr + cols, grad)
-    if GRAD_Q:
-        grad = prob_q * (log_q - mean_q) * scale_q
-        if MASKED:
-            tl.store(out_q_ptr + cols, grad, mask=mask)
-        else:
-            tl.store(out_q_ptr + cols, grad)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "inner_p", "inner_q"])
@@ -308,47 +283,43 @@ def jsd_grad_kernel(
     k7,
     GRAD_P: tl.constexpr,
     GRAD_Q: tl.constexpr,
-    QUICK: tl.constexpr,
+    ENDS: tl.constexpr,
     CLIP: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) // blocks
-    start = (tl.program_id(0) % blocks) * BLOCK
-    at = start + tl.arange(0, BLOCK)
-    out_p_ptr += row.to(tl.int64) * cols
-    out_q_ptr += row.to(tl.int64) * cols
-    if tl.load(skip_ptr + row) != 0:
-        if GRAD_P:
-            tl.store(out_p_ptr + at, tl.zeros([BLOCK], out_p_ptr.dtype.element_ty), mask=at < cols)
-        if GRAD_Q:
-            tl.store(out_q_ptr + at, tl.zeros([BLOCK], out_q_ptr.dtype.element_ty), mask=at < cols)
-    else:
-        p_ptr += row_offset(row, inner_p, outer_stride_p, inner_stride_p)
-        q_ptr += row_offset(row, inner_q, outer_stride_q, inner_stride_q)
-        m_p, m_q = tl.load(max_ptr + row), tl.load(max_ptr + rows + row)
-        s_p, s_q = tl.load(sum_ptr + row), tl.load(sum_ptr + rows + row)
-        mean_p, mean_q = tl.load(terms_ptr + rows + row), tl.load(terms_ptr + 2 * rows + row)
-        scale = tl.load(scale_ptr + row)
-        small = tl.load(terms_ptr + row) <= _SMALL
-        if QUICK and (start + BLOCK <= cols) and (not small):
-            _grad_block(
-                p_ptr, q_ptr, out_p_ptr, out_q_ptr, at, cols, m_p, m_q, 1.0 / s_p, 1.0 / s_q,
-                s_q / s_p, mean_p, mean_q, scale * rest, scale * beta, beta, rest, c, inv_t, clip,
-                k2, k3, k4, k5, k6, k7, GRAD_P, GRAD_Q, False, CLIP, HARDWARE, False,
-            )  # fmt: skip
-        elif QUICK and (not small):
-            _grad_block(
-                p_ptr, q_ptr, out_p_ptr, out_q_ptr, at, cols, m_p, m_q, 1.0 / s_p, 1.0 / s_q,
-                s_q / s_p, mean_p, mean_q, scale * rest, scale * beta, beta, rest, c, inv_t, clip,
-                k2, k3, k4, k5, k6, k7, GRAD_P, GRAD_Q, False, CLIP, HARDWARE, True,
-            )  # fmt: skip
+    at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    # before all else: nothing waits for anything then
+    p = load(p_ptr + row_offset(row, inner_p, outer_stride_p, inner_stride_p), at, cols, True)
+    q = load(q_ptr + row_offset(row, inner_q, outer_stride_q, inner_stride_q), at, cols, True)
+    m_p, m_q = tl.load(max_ptr + row), tl.load(max_ptr + rows + row)
+    s_p, s_q = tl.load(sum_ptr + row), tl.load(sum_ptr + rows + row)
+    mean_p, mean_q = tl.load(terms_ptr + rows + row), tl.load(terms_ptr + 2 * rows + row)
+    scale = tl.load(scale_ptr + row)
+    grad_p = tl.zeros([BLOCK], tl.float32)
+    grad_q = tl.zeros([BLOCK], tl.float32)
+    if tl.load(skip_ptr + row) == 0:
+        # rows whose value the quick way is good enough for
+        if ENDS or CLIP:
+            usual = False
         else:
-            _grad_block(
-                p_ptr, q_ptr, out_p_ptr, out_q_ptr, at, cols, m_p, m_q, 1.0 / s_p, 1.0 / s_q,
-                s_q / s_p, mean_p, mean_q, scale * rest, scale * beta, beta, rest, c, inv_t, clip,
-                k2, k3, k4, k5, k6, k7, GRAD_P, GRAD_Q, True, CLIP, HARDWARE, True,
+            usual = tl.load(terms_ptr + row) > _SMALL
+        if usual:
+            prob_p, prob_q, log_p, log_q = _quick_logs(
+                p, q, m_p, m_q, 1.0 / s_p, 1.0 / s_q, tl.log2(s_q / s_p), beta, rest, c, HARDWARE
+            )
+        else:
+            _, prob_p, prob_q, log_p, log_q = _exact_terms(
+                p, q, m_p, m_q, 1.0 / s_p, 1.0 / s_q, tl.log(s_q / s_p), beta, rest, c, inv_t,
+                clip, k2, k3, k4, k5, k6, k7, ENDS, CLIP, HARDWARE,
             )  # fmt: skip
+        grad_p = prob_p * (log_p - mean_p) * (scale * rest)
+        grad_q = prob_q * (log_q - mean_q) * (scale * beta)
+    if GRAD_P:
+        tl.store(out_p_ptr + row.to(tl.int64) * cols + at, grad_p, mask=at < cols)
+    if GRAD_Q:
+        tl.store(out_q_ptr + row.to(tl.int64) * cols + at, grad_q, mask=at < cols)
 
 
 def jsd_grad(
@@ -369,7 +340,7 @@ def jsd_grad(
     outs = [x for x in (out_p, out_q) if x is not None]
     if rows == 0 or cols == 0 or not outs:
         return
-    blocks = triton.cdiv(cols, launch.BLOCK)
+    blocks = triton.cdiv(cols, launch.SMALL_BLOCK)
     launch.run(
         jsd_grad_kernel,
         rows * blocks,
@@ -391,9 +362,9 @@ def jsd_grad(
         *_scalars(temperature, beta, clip),
         GRAD_P=out_p is not None,
         GRAD_Q=out_q is not None,
-        QUICK=clip is None and _QUICK[0] <= beta <= _QUICK[1],
+        ENDS=not _ENDS[0] <= beta <= _ENDS[1],
         CLIP=clip is not None,
         HARDWARE=launch.hardware_log(p.device),
-        BLOCK=launch.BLOCK,
-        num_warps=8,
+        BLOCK=launch.SMALL_BLOCK,
+        **launch.WRITE,
     )

@@ -165,7 +165,7 @@ def two_sides(a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, kl: b
         inv_t,
         WEIGHTED=kl,
         TILE=launch.TILE,
-        num_warps=4,
+        **launch.READ_PAIR,
     )
     if cut.count > 1:
         block = launch.row_block(rows)
@@ -304,7 +304,7 @@ def kl_terms(a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: floa
         1.0 / temperature,
         clip,
         TILE=launch.TILE,
-        num_warps=4,
+        **launch.TERMS,
     )
     return add_segments(part, out)
 
@@ -327,36 +327,6 @@ def add_segments(part: Tensor, out: Tensor) -> Tensor:
             num_warps=4,
         )
     return out
-
-
-@triton.jit
-def _grad_block(
-    a_ptr, b_ptr, out_a_ptr, out_b_ptr, cols, limit, m_a, m_b, inv_a, inv_b, centre, kept, ratio,
-    scale, c, inv_t, clip,
-    GRAD_A: tl.constexpr, GRAD_B: tl.constexpr, CLIP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    a = load(a_ptr, cols, limit, MASKED)
-    b = load(b_ptr, cols, limit, MASKED)
-    p_a, p_b, d = _sides(a, b, m_a, m_b, inv_a, inv_b, c, inv_t)
-    if CLIP:
-        _, below, log_ab = _clipped(p_a, d, ratio, clip)
-        grad_a = (tl.where(below, log_ab + 1.0, 0.0) - centre) * p_a
-        grad_b = p_b * kept - tl.where(below, p_a, 0.0)
-    else:
-        # a token without probability has no d; with an infinite KL even 0 times it is not finite
-        grad_a = (tl.where(p_a == 0.0, 0.0, d) - centre) * p_a
-        grad_b = p_b - p_a
-    mask = cols < limit
-    if GRAD_A:
-        if MASKED:
-            tl.store(out_a_ptr + cols, grad_a * scale, mask=mask)
-        else:
-            tl.store(out_a_ptr + cols, grad_a * scale)
-    if GRAD_B:
-        if MASKED:
-            tl.store(out_b_ptr + cols, grad_b * scale, mask=mask)
-        else:
-            tl.store(out_b_ptr + cols, grad_b * scale)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "inner_a", "inner_b"])
@@ -389,40 +359,33 @@ def kl_grad_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) // blocks
-    start = (tl.program_id(0) % blocks) * BLOCK
-    at = start + tl.arange(0, BLOCK)
-    out_a_ptr += row.to(tl.int64) * cols
-    out_b_ptr += row.to(tl.int64) * cols
-    if tl.load(skip_ptr + row) != 0:
-        if GRAD_A:
-            tl.store(out_a_ptr + at, tl.zeros([BLOCK], out_a_ptr.dtype.element_ty), mask=at < cols)
-        if GRAD_B:
-            tl.store(out_b_ptr + at, tl.zeros([BLOCK], out_b_ptr.dtype.element_ty), mask=at < cols)
-    else:
-        a_ptr += row_offset(row, inner_a, outer_stride_a, inner_stride_a)
-        b_ptr += row_offset(row, inner_b, outer_stride_b, inner_stride_b)
-        m_a, m_b = tl.load(max_ptr + row), tl.load(max_ptr + rows + row)
-        s_a, s_b = tl.load(sum_ptr + row), tl.load(sum_ptr + rows + row)
-        scale = tl.load(scale_ptr + row)
-        kept = 0.0
-        ratio = 0.0
+    at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    # before all else: nothing waits for anything then
+    a = load(a_ptr + row_offset(row, inner_a, outer_stride_a, inner_stride_a), at, cols, True)
+    b = load(b_ptr + row_offset(row, inner_b, outer_stride_b, inner_stride_b), at, cols, True)
+    m_a, m_b = tl.load(max_ptr + row), tl.load(max_ptr + rows + row)
+    s_a, s_b = tl.load(sum_ptr + row), tl.load(sum_ptr + rows + row)
+    scale = tl.load(scale_ptr + row)
+    grad_a = tl.zeros([BLOCK], tl.float32)
+    grad_b = tl.zeros([BLOCK], tl.float32)
+    if tl.load(skip_ptr + row) == 0:
+        p_a, p_b, d = _sides(a, b, m_a, m_b, 1.0 / s_a, 1.0 / s_b, c, inv_t)
         if CLIP:
-            centre = tl.load(terms_ptr + rows + row)
-            kept = tl.load(terms_ptr + 2 * rows + row)
-            ratio = tl.log(s_b / s_a)
+            mean, kept = tl.load(terms_ptr + rows + row), tl.load(terms_ptr + 2 * rows + row)
+            _, below, log_ab = _clipped(p_a, d, tl.log(s_b / s_a), clip)
+            grad_a = (tl.where(below, log_ab + 1.0, 0.0) - mean) * p_a * scale
+            grad_b = (p_b * kept - tl.where(below, p_a, 0.0)) * scale
         else:
             centre = tl.load(sum_ptr + 2 * rows + row) / s_a
             centre = tl.where(tl.load(flag_ptr + row) != 0.0, INF, centre)
-        if start + BLOCK <= cols:
-            _grad_block(
-                a_ptr, b_ptr, out_a_ptr, out_b_ptr, at, cols, m_a, m_b, 1.0 / s_a, 1.0 / s_b,
-                centre, kept, ratio, scale, c, inv_t, clip, GRAD_A, GRAD_B, CLIP, False,
-            )  # fmt: skip
-        else:
-            _grad_block(
-                a_ptr, b_ptr, out_a_ptr, out_b_ptr, at, cols, m_a, m_b, 1.0 / s_a, 1.0 / s_b,
-                centre, kept, ratio, scale, c, inv_t, clip, GRAD_A, GRAD_B, CLIP, True,
-            )  # fmt: skip
+            # a token without probability has no d; with an infinite KL even 0 times it is not
+            # finite
+            grad_a = (tl.where(p_a == 0.0, 0.0, d) - centre) * p_a * scale
+            grad_b = (p_b - p_a) * scale
+    if GRAD_A:
+        tl.store(out_a_ptr + row.to(tl.int64) * cols + at, grad_a, mask=at < cols)
+    if GRAD_B:
+        tl.store(out_b_ptr + row.to(tl.int64) * cols + at, grad_b, mask=at < cols)
 
 
 def kl_grad(
@@ -469,5 +432,5 @@ def kl_grad(
         GRAD_B=out_b is not None,
         CLIP=clip is not None,
         BLOCK=launch.BLOCK,
-        num_warps=8,
+        **launch.WRITE,
     )

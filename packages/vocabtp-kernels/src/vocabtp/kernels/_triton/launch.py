@@ -13,18 +13,49 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
 from vocabtp.kernels._rows import Rows
 
 # columns that a program of the forward reads a step: four loads of a tile
 TILE = 1024
 STEP = 4 * TILE
-# columns of a block of an element-wise kernel
+# columns of a block of an element-wise kernel; of the one with most arithmetic
 BLOCK = 4096
+SMALL_BLOCK = 2048
+# of the kernels that read a row; none of this changes a bit
+READ = {"num_warps": 8}
+READ_PAIR = {"num_warps": 8}
+TERMS = {"num_warps": 4}
+WRITE = {"num_warps": 8}
 _MOST_SEGMENTS = 8
 _LEAST_STEPS = 2
 
+_DEVICES = ("cuda", "xpu")  # "cuda" is ROCm's name too
 INTERPRETED = triton.knobs.runtime.interpret
+
+
+class CannotCompile(RuntimeError):
+    """A kernel did not compile for a device."""
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why kernels cannot run on this device."""
+    if device.type == "cpu" and not INTERPRETED:
+        return (
+            "the tensors are on the CPU and Triton's interpreter is off: it wants "
+            "TRITON_INTERPRET=1 in the environment before triton is imported"
+        )
+    if device.type not in ("cpu", *_DEVICES):
+        return f"there are no Triton kernels for {device.type} tensors"
+    return None
+
+
+def name(device: torch.device) -> str:
+    """The device as its vendor calls it."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 class Segments(NamedTuple):
@@ -57,7 +88,18 @@ def run(kernel: Any, programs: int, device: torch.device, *args: object, **optio
     if device.type != "cpu":
         on_device = torch.get_device_module(device).device(device)
     with on_device:
-        kernel[(programs,)](*args, **options)
+        try:
+            kernel[(programs,)](*args, **options)
+        except Exception as error:
+            if device.type != "cpu" and _of_compiler(error):
+                what = f"{kernel.__name__} does not compile for {name(device)}: {error}"
+                raise CannotCompile(what) from error
+            raise
+
+
+def _of_compiler(error: Exception) -> bool:
+    # the passes after Triton's own front end fail as RuntimeError
+    return isinstance(error, TritonError | NotImplementedError) or "PassManager" in str(error)
 
 
 def row_block(rows: int) -> int:

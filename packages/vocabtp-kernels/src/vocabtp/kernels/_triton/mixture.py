@@ -5,11 +5,12 @@ g = log(1 + w (r - 1)) the larger side's log over m is -g and the smaller side's
 overflows, and one logarithm serves both. Two ways to get g:
 
 - `quick`, everything to base 2: the logarithm of 1 - w + w r, off by 1e-7 whatever g is. Not
-  enough where p and q nearly agree or beta is close to an end.
-- `exact`: log1p for |x| above `_NEAR`, and below it the series of A = log(m/p) in x,
-  A = beta x (1 + (1 - beta) G) and log(q/m) = (1 - beta) x (1 - beta G), which keep all digits at
-  every beta. G has the cumulants of a coin with chance beta as coefficients. A token's term is
-  p beta (1 - beta) x (E - G (1 + beta E)) there, with E = exp(x) - 1.
+  enough where p and q nearly agree.
+- `exact`: for |x| below `_NEAR` the series of A = log(m/p) in x, A = beta x (1 + (1 - beta) G) and
+  log(q/m) = (1 - beta) x (1 - beta G), which keep all digits at every beta; G / x has the cumulants
+  of a coin with chance beta as coefficients, and a token's term is
+  p beta (1 - beta) x (E - G (1 + beta E)) with E = exp(x) - 1. Elsewhere the quick way, or, with
+  beta close to an end, log1p for each side.
 """
 
 import math
@@ -20,6 +21,7 @@ import triton.language as tl
 _NEAR = tl.constexpr(0.125)
 _FAR = tl.constexpr(150.0)
 _LN2 = tl.constexpr(0.6931471805599453)
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def series(beta: float) -> tuple[float, ...]:
@@ -60,23 +62,38 @@ def quick(x2, beta, rest, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def exact(x, beta, rest, k2, k3, k4, k5, k6, k7):
+def _log_mix(y, weight, rest):
+    """log(rest + w exp(y)) with rest = 1 - w, to full accuracy away from y = 0."""
+    e = tl.exp(y)
+    z = weight * (e - 1.0)
+    low = weight * e + rest
+    mix = 1.0 + z
+    # log1p: what rounding took from 1 + z comes back; close to 0 the plain sum has more digits
+    lost = tl.where((low < 0.5) | (mix > 2.0), 0.0, z - (mix - 1.0))
+    mixed = tl.log(tl.where(low < 0.5, low, mix)) + lost
+    # exp overflows above 88
+    return tl.where(y > 80.0, y + tl.log(weight), mixed)
+
+
+@triton.jit
+def exact(x, beta, rest, k2, k3, k4, k5, k6, k7, ENDS: tl.constexpr, HARDWARE: tl.constexpr):
     """For x: log(p/m), log(q/m), whether x is near 0, and then the term over p."""
+    # NaN, where both sides are masked, compares false
     x = tl.where(tl.abs(x) < _FAR, x, tl.where(x > 0.0, _FAR, -_FAR))
-    q_larger = x > 0.0
-    share = tl.where(q_larger, rest, beta)
-    r = tl.exp(-tl.abs(x))
-    z = share * (r - 1.0)
-    y = tl.where(q_larger, beta, rest) + share * r
-    # what rounding y cost; below a half it is exact enough
-    g = tl.log(y) + tl.where(y > 0.5, z - (y - 1.0), 0.0)
-    log_p = -g - tl.maximum(x, 0.0)
-    log_q = -g + tl.minimum(x, 0.0)
     near = tl.abs(x) < _NEAR
     t = tl.where(near, x, 0.0)
     big_g = t * (k2 + t * (k3 + t * (k4 + t * (k5 + t * (k6 + t * k7)))))
     big_e = 1.0 / 24.0 + t * (1.0 / 120.0 + t * (1.0 / 720.0))
     big_e = t * (1.0 + t * (0.5 + t * (1.0 / 6.0 + t * big_e)))
+    if ENDS:
+        log_p = -_log_mix(x, beta, rest)
+        log_q = -_log_mix(-x, rest, beta)
+    else:
+        q_larger, _, _, log_large, far = quick(x * _LOG2E, beta, rest, HARDWARE)
+        log_small = (log_large - far) * _LN2
+        log_large *= _LN2
+        log_p = tl.where(q_larger, log_small, log_large)
+        log_q = tl.where(q_larger, log_large, log_small)
     log_p = tl.where(near, -beta * t * (1.0 + rest * big_g), log_p)
     log_q = tl.where(near, rest * t * (1.0 - beta * big_g), log_q)
     return log_p, log_q, near, beta * rest * t * (big_e - big_g * (1.0 + beta * big_e))

@@ -141,7 +141,7 @@ def token_stats(
         inv_t,
         ENTROPY=entropy,
         TILE=launch.TILE,
-        num_warps=4,
+        **launch.READ,
     )
     if cut.count > 1:
         block = launch.row_block(rows)
@@ -189,35 +189,6 @@ def _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY: tl.constex
     return -(e * inv_s) * total
 
 
-@triton.jit
-def _grad_block(
-    x_ptr,
-    out_ptr,
-    cols,
-    limit,
-    m,
-    inv_s,
-    centre,
-    weight,
-    total,
-    column,
-    first_weight,
-    c,
-    inv_t,
-    ENTROPY: tl.constexpr,
-    ONE_ID: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    x = load(x_ptr, cols, limit, MASKED)
-    grad = _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY)
-    if ONE_ID:
-        grad = tl.where(cols == column, grad + first_weight, grad)
-    if MASKED:
-        tl.store(out_ptr + cols, grad, mask=cols < limit)
-    else:
-        tl.store(out_ptr + cols, grad)
-
-
 @triton.jit(do_not_specialize=["rows", "inner", "blocks", "ids"])
 def token_grad_kernel(
     x_ptr,
@@ -243,37 +214,22 @@ def token_grad_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) // blocks
-    start = (tl.program_id(0) % blocks) * BLOCK
-    at = start + tl.arange(0, BLOCK)
-    out_ptr += row.to(tl.int64) * cols
-    if tl.load(skip_ptr + row) != 0:
-        zero = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at, zero, mask=at < cols)
-    else:
-        x_ptr += row_offset(row, inner, stride_outer, stride_inner)
-        m, s = tl.load(max_ptr + row), tl.load(sum_ptr + row)
-        total = tl.load(total_ptr + row)
-        centre = 0.0
-        weight = 0.0
-        if ENTROPY:
-            centre = tl.load(sum_ptr + rows + row) / s
-            weight = tl.load(entropy_ptr + row)
-        column = -1
-        first_weight = 0.0
+    at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    # before all else: nothing waits for anything then
+    x = load(x_ptr + row_offset(row, inner, stride_outer, stride_inner), at, cols, True)
+    m, s, total = tl.load(max_ptr + row), tl.load(sum_ptr + row), tl.load(total_ptr + row)
+    centre = 0.0
+    weight = 0.0
+    if ENTROPY:
+        centre = tl.load(sum_ptr + rows + row) / s
+        weight = tl.load(entropy_ptr + row)
+    grad = tl.zeros([BLOCK], tl.float32)
+    if tl.load(skip_ptr + row) == 0:
+        grad = _grad_of_p(x, m, 1.0 / s, centre, weight, total, c, inv_t, ENTROPY)
         if ONE_ID:
-            column = tl.load(column_ptr + row).to(tl.int32)
-            first_weight = tl.load(weight_ptr + row)
-        inv_s = 1.0 / s
-        if start + BLOCK <= cols:
-            _grad_block(
-                x_ptr, out_ptr, at, cols, m, inv_s, centre, weight, total, column, first_weight,
-                c, inv_t, ENTROPY, ONE_ID, False,
-            )  # fmt: skip
-        else:
-            _grad_block(
-                x_ptr, out_ptr, at, cols, m, inv_s, centre, weight, total, column, first_weight,
-                c, inv_t, ENTROPY, ONE_ID, True,
-            )  # fmt: skip
+            chosen = at == tl.load(column_ptr + row).to(tl.int32)
+            grad = tl.where(chosen, grad + tl.load(weight_ptr + row), grad)
+    tl.store(out_ptr + row.to(tl.int64) * cols + at, grad, mask=at < cols)
 
 
 @triton.jit(do_not_specialize=["rows", "inner", "ids"])
@@ -390,7 +346,7 @@ def token_grad(
         ENTROPY=entropy_weight is not None,
         ONE_ID=ids == 1,
         BLOCK=launch.BLOCK,
-        num_warps=8,
+        **launch.WRITE,
     )
     if ids > 1:
         launch.run(

@@ -1,0 +1,63 @@
+"""Triton where its compiler knows the device, eager PyTorch where it turns out that it does not."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from vocabtp.kernels import _eager
+from vocabtp.kernels._stats import ShardStats
+from vocabtp.kernels._triton import finish, jsd, kl, launch, tokens
+
+if TYPE_CHECKING:
+    from vocabtp.kernels._backend import Implementation
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "token_stats": tokens.token_stats,
+    "token_grad": tokens.token_grad,
+    "kl_stats": kl.kl_stats,
+    "kl_terms": kl.kl_terms,
+    "kl_grad": kl.kl_grad,
+    "pair_stats": jsd.pair_stats,
+    "jsd_terms": jsd.jsd_terms,
+    "jsd_grad": jsd.jsd_grad,
+    "finish_entropy": finish.finish_entropy,
+    "finish_kl": finish.finish_kl,
+    "finish_terms": finish.finish_terms,
+    "pair_scale": finish.pair_scale,
+}
+_broken: set[str] = set()  # names of devices
+
+
+class _UnlessBroken:
+    """An implementation: each function is Triton's until one does not compile for the device.
+
+    Both implementations share what they hand on, so that a call may begin with one and end with
+    the other.
+    """
+
+    def __getattr__(self, function: str) -> Callable[..., Any]:
+        return functools.partial(_attempt, function)
+
+
+def _attempt(function: str, first: Any, *args: Any, **options: Any) -> Any:
+    # rows, statistics or a tensor
+    where = first.sums.device if isinstance(first, ShardStats) else first.device
+    if not _broken or launch.name(where) not in _broken:
+        try:
+            return _FUNCTIONS[function](first, *args, **options)
+        except launch.CannotCompile as error:
+            device = launch.name(where)
+            if device not in _broken:
+                _broken.add(device)
+                warnings.warn(
+                    f"vocabtp.kernels: Triton kernels do not work on {device}, so calls on it run "
+                    f"in eager PyTorch from now on ({error})",
+                    stacklevel=2,
+                )
+    return getattr(_eager, function)(first, *args, **options)
+
+
+UNLESS_BROKEN = cast("Implementation", _UnlessBroken())
