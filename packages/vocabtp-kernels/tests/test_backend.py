@@ -66,9 +66,11 @@ def test_the_backward_runs_with_the_implementation_of_its_forward(call, monkeypa
     x = torch.randn(2, 3, requires_grad=True)
     values = call(x, x.detach(), index=torch.zeros(2, dtype=torch.int64))
     forward = list(watched.calls)
+    reads = [name for name in forward if not name.startswith("finish_")]
     monkeypatch.undo()
     sum(v.sum() for v in values).backward()
-    assert forward
-    assert all(name.endswith(("_stats", "_terms")) for name in forward)
-    kind = {"pair": "jsd"}.get(forward[0].split("_")[0], forward[0].split("_")[0])
-    assert watched.calls[len(forward) :] == [f"{kind}_grad"]
+    assert reads
+    assert all(name.endswith(("_stats", "_terms")) for name in reads)
+    kind = {"pair": "jsd"}.get(reads[0].split("_")[0], reads[0].split("_")[0])
+    writes = [name for name in watched.calls[len(forward) :] if name != "pair_scale"]
+    assert writes == [f"{kind}_grad"]

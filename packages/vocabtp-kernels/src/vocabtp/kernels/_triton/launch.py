@@ -20,16 +20,16 @@ from vocabtp.kernels._rows import Rows
 # columns that a program of the forward reads a step: four loads of a tile
 TILE = 1024
 STEP = 4 * TILE
-# columns of a block of an element-wise kernel; of the one with most arithmetic
-BLOCK = 4096
-SMALL_BLOCK = 2048
-# of the kernels that read a row; none of this changes a bit
-READ = {"num_warps": 8}
-READ_PAIR = {"num_warps": 8}
+# columns of a block of an element-wise kernel
+BLOCK = 2048
+# What the kernels were fastest with on an H200; none of it changes a bit. A program costs about as
+# much to start and to end as two steps; more registers than these leave room for fewer programs.
+READ = {"num_warps": 4}
 TERMS = {"num_warps": 4}
-WRITE = {"num_warps": 8}
+WRITE = {"num_warps": 4}
+WRITE_QUICK = {"num_warps": 4, "maxnreg": 80}
 _MOST_SEGMENTS = 8
-_LEAST_STEPS = 2
+_LEAST_STEPS = 8
 
 _DEVICES = ("cuda", "xpu")  # "cuda" is ROCm's name too
 INTERPRETED = triton.knobs.runtime.interpret
@@ -61,15 +61,15 @@ def name(device: torch.device) -> str:
 class Segments(NamedTuple):
     """How a row of some width is cut."""
 
-    count: int
+    number: int
     cols: int  # of each but the last
 
 
 def segments(cols: int) -> Segments:
-    """Segments of whole steps, at most eight, of two steps at least."""
-    steps = -(-cols // STEP)
-    each = max(_LEAST_STEPS, -(-steps // _MOST_SEGMENTS))
-    return Segments(max(1, -(-steps // each)), each * STEP)
+    """Segments of whole steps, at most eight, of about eight steps at least."""
+    steps = max(1, -(-cols // STEP))
+    each = -(-steps // min(_MOST_SEGMENTS, max(1, steps // _LEAST_STEPS)))
+    return Segments(-(-steps // each), each * STEP)
 
 
 def strides(rows: Rows) -> tuple[int, int, int]:
@@ -77,13 +77,19 @@ def strides(rows: Rows) -> tuple[int, int, int]:
     return rows.blocks.shape[1], rows.blocks.stride(0), rows.blocks.stride(1)
 
 
+def _nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and not INTERPRETED
+
+
 def hardware_log(device: torch.device) -> bool:
     """Whether the approximate base-2 logarithm of NVIDIA's chips may be used."""
-    return device.type == "cuda" and torch.version.hip is None and not INTERPRETED
+    return _nvidia(device)
 
 
 def run(kernel: Any, programs: int, device: torch.device, *args: object, **options: Any) -> None:
     """Start `programs` programs of a kernel on the device that holds its tensors."""
+    if not _nvidia(device):
+        options.pop("maxnreg", None)
     on_device: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if device.type != "cpu":
         on_device = torch.get_device_module(device).device(device)
@@ -109,6 +115,6 @@ def row_block(rows: int) -> int:
 
 def partials(out: Tensor, cut: Segments) -> Tensor:
     """Where segments put their statistics `[planes, segments, N]`; `out` itself for one segment."""
-    if cut.count == 1:
+    if cut.number == 1:
         return out
-    return out.new_empty(out.shape[0], cut.count, out.shape[1])
+    return out.new_empty(out.shape[0], cut.number, out.shape[1])

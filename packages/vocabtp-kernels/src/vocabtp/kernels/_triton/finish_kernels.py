@@ -1,0 +1,48 @@
+"""The device side of `finish`."""
+
+import triton
+import triton.language as tl
+
+from vocabtp.kernels._triton.online import INF
+
+
+@triton.jit
+def _nan_unless_defined(value, s_a, s_b):
+    defined = (s_a == s_a) & (s_b == s_b) & (s_a != 0.0) & (s_b != 0.0)
+    return tl.where(defined, value, float("nan"))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def finish_kernel(
+    sum_ptr, flag_ptr, terms_ptr, out_ptr, rows, scale, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    s_a = tl.load(sum_ptr + row, mask=live, other=1.0)
+    second = tl.load(sum_ptr + rows + row, mask=live, other=1.0)
+    if KIND == "entropy":
+        value = tl.log(s_a) - second / s_a
+    elif KIND == "kl":
+        weighted = tl.load(sum_ptr + 2 * rows + row, mask=live, other=0.0)
+        value = weighted / s_a + tl.log(second / s_a)
+        flag = tl.load(flag_ptr + row, mask=live, other=0.0)
+        value = _nan_unless_defined(tl.where(flag != 0.0, INF, value), s_a, second)
+    else:
+        term = tl.load(terms_ptr + row, mask=live, other=0.0)
+        value = _nan_unless_defined(term * scale, s_a, second)
+    tl.store(out_ptr + row, value, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "stride"])
+def pair_scale_kernel(
+    grad_ptr, sum_ptr, scale_ptr, skip_ptr, rows, stride, factor, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    grad = tl.load(grad_ptr + row.to(tl.int64) * stride, mask=live, other=0.0)
+    s_a = tl.load(sum_ptr + row, mask=live, other=1.0)
+    s_b = tl.load(sum_ptr + rows + row, mask=live, other=1.0)
+    poisoned = (s_a != s_a) | (s_b != s_b)
+    tl.store(scale_ptr + row, tl.where(poisoned, float("nan"), grad * factor), mask=live)
+    skip = (grad == 0.0) | (s_a == 0.0) | (s_b == 0.0)
+    tl.store(skip_ptr + row, skip.to(tl.int8), mask=live)

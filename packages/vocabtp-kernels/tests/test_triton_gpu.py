@@ -1,0 +1,135 @@
+"""The Triton kernels compiled, at real shapes; the conformance cases run in test_gpu.py."""
+
+import pytest
+import torch
+
+import vocabtp.kernels as vk
+from vocabtp.kernels import reference
+from vocabtp.kernels.testing import assert_no_worse
+
+INF = float("inf")
+V = 151_936
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def device():
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return found
+
+
+def sides(rows, width, device, dtype=torch.float32, difference=1.0):
+    g = torch.Generator(device).manual_seed(0)
+    s = torch.randn(rows, width, generator=g, device=device) * 3
+    t = s + difference * torch.randn(rows, width, generator=g, device=device)
+    return s.to(dtype), t.to(dtype)
+
+
+def run(call, s, t, index, **options):
+    leaves = [x.detach().requires_grad_() for x in (s, t)][: call.sides]
+    values = call(*leaves, index=index, **options)
+    return (*values, *torch.autograd.grad([v.sum() for v in values], leaves))
+
+
+def test_it_is_chosen(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.zeros(2, 3, device=device, dtype=dtype)
+        assert vk.which_backend(x)[0] == "triton"
+    assert vk.which_backend(x.double()) == ("eager", "fp64 runs in eager PyTorch")
+    with vk.backend("eager"):
+        assert vk.which_backend(x)[0] == "eager"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [32_000, 37_984, 75_967, V, 262_150])
+def test_real_widths(call, width, dtype, device):
+    s, t = sides(5, width, device, dtype)
+    s[0, : width // 2], t[0, : width // 2] = -INF, -INF
+    index = torch.randint(width // 2, width, (5, 2), device=device)
+    actual = run(call, s, t, index)
+    with vk.backend("eager"):
+        eager = run(call, s, t, index)
+    values = call.truth(s, t, index=index)
+    wide = [s.double(), t.double()][: call.sides]
+    grads = call.true_gradients(*wide, upstream=[torch.ones_like(v) for v in values], index=index)
+    size = max(1.0, *(v.abs().max().item() for v in values))
+    for mine, yardstick, right in zip(actual, eager, (*values, *grads), strict=True):
+        floor = 2 * torch.finfo(torch.float32).eps * size
+        assert_no_worse(mine, yardstick, right, floor=floor, what=call.name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [20_001, 37_984])
+def test_a_rows_bits(call, width, dtype, device):
+    """Alone, in company, strided, at another alignment, and as fp32 of the same numbers."""
+    s, t = sides(300, width + 3, device, dtype)
+    t[:100] = (s[:100].float() * 1.0002).to(dtype)
+    s[:, 7], t[:, 7] = -INF, -INF
+    index = torch.randint(8, width, (300, 3), device=device)
+    batch = run(call, s[:, :width], t[:, :width], index, temperature=1.3)
+
+    def same(got, want):
+        assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(got, want, strict=True))
+
+    for at in (0, 150, 299):
+        here = slice(at, at + 1)
+        alone = [x[here, :width].clone() for x in (s, t)]
+        same(run(call, *alone, index[here], temperature=1.3), [x[here] for x in batch])
+    some = slice(13, 77)
+    same(
+        run(call, s[some, :width], t[some, :width], index[some], temperature=1.3),
+        [x[some] for x in batch],
+    )
+    moved = torch.empty(300, width + 5, dtype=dtype, device=device)
+    moved[:, 1 : width + 1] = s[:, :width]
+    same(run(call, moved[:, 1 : width + 1], t[:, :width], index, temperature=1.3), batch)
+    full = run(call, s[:, :width].float(), t[:, :width].float(), index, temperature=1.3)
+    same(batch, full)
+
+
+@pytest.mark.parametrize("difference", [1e-4, 1e-3, 1e-2, 1e-1])
+def test_nearly_equal_sides(difference, device):
+    s, t = sides(3, V, device, difference=difference)
+    for beta in (0.02, 0.1, 0.5, 0.9):
+        leaf = s.clone().requires_grad_()
+        value = vk.jsd(leaf, t, beta=beta)
+        value.sum().backward()
+        truth = reference.jsd(s, t, beta=beta)
+        assert ((value - truth).abs() <= 1e-3 * truth).all()
+        upstream = [torch.ones(3, device=device)]
+        right = reference.gradients(reference.jsd, [s, t], upstream, beta=beta)[0]
+        assert (leaf.grad - right).norm() <= 3e-3 * right.norm()
+    for reverse in (False, True):
+        value = vk.kl_div(s, t, reverse=reverse)
+        truth = reference.kl_div(s, t, reverse=reverse)
+        assert ((value - truth).abs() <= 1e-6 + 1e-6 * truth).all()
+
+
+def test_nothing_of_the_logits_size_is_allocated(call, device):
+    rows, width = 512, 75_968
+    s, t = sides(rows, width, device, torch.bfloat16)
+    index = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+    leaves = [x.requires_grad_() for x in (s, t)][: call.sides]
+    for _ in range(2):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        values = call(*leaves, index=index)
+        grads = torch.autograd.grad([v.sum() for v in values], leaves)
+        peak = torch.accelerator.max_memory_allocated() - before
+        grads = sum(g.nbytes for g in grads)
+    assert peak - grads <= rows * 64 * 4 + 64 * 512
+
+
+def test_many_ids(device):
+    s, _ = sides(4, 50_000, device, torch.bfloat16)
+    index = torch.randint(0, 50_000, (4, 1024), device=device)
+    index[:, 100:200] = index[:, :1]
+    index[1, ::2] = -100
+    up = torch.randn(4, 1024, device=device)
+    leaf = s.clone().requires_grad_()
+    vk.logprobs(leaf, index).backward(up)
+    (right,) = reference.gradients(reference.logprobs, [s], [up], index=index)
+    torch.testing.assert_close(leaf.grad.double(), right, rtol=2.0**-8, atol=2e-5)
