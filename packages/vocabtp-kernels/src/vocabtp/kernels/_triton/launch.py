@@ -8,6 +8,7 @@ rows there are.
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ _LEAST_STEPS = 8
 
 _DEVICES = ("cuda", "xpu")  # "cuda" is ROCm's name too
 INTERPRETED = triton.knobs.runtime.interpret
+# the interpreter keeps the program's number in a global
+_one_at_a_time = threading.Lock()
 
 
 class CannotCompile(RuntimeError):
@@ -93,7 +96,7 @@ def run(kernel: Any, programs: int, device: torch.device, *args: object, **optio
     on_device: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if device.type != "cpu":
         on_device = torch.get_device_module(device).device(device)
-    with on_device:
+    with on_device, _one_at_a_time if INTERPRETED else contextlib.nullcontext():
         try:
             kernel[(programs,)](*args, **options)
         except Exception as error:
