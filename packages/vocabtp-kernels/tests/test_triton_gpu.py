@@ -56,7 +56,8 @@ def test_real_widths(call, width, dtype, device):
     grads = call.true_gradients(*wide, upstream=[torch.ones_like(v) for v in values], index=index)
     size = max(1.0, *(v.abs().max().item() for v in values))
     for mine, yardstick, right in zip(actual, eager, (*values, *grads), strict=True):
-        floor = 2 * torch.finfo(torch.float32).eps * size
+        # twice that of the conformance cases: the hardware logarithm of JSD's quick way
+        floor = 4 * torch.finfo(torch.float32).eps * size
         assert_no_worse(mine, yardstick, right, floor=floor, what=call.name)
 
 
