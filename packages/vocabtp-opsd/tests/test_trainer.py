@@ -207,6 +207,39 @@ def test_a_signal_in_the_middle_of_a_step_leaves_no_trace(tmp_path, monkeypatch)
     assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
 
 
+def test_a_signal_ends_an_evaluation_while_it_decodes(tmp_path, monkeypatch):
+    """In the middle of the only batch: no more tokens, nothing scored, a checkpoint."""
+    import vocabtp.opsd.rollout as rollout_module
+    import vocabtp.opsd.run as run_module
+    from vocabtp.opsd.errors import Interrupted
+
+    path = tiny_run(
+        tmp_path,
+        held_out=2,
+        rollout={"max_response_length": 12},
+        training={"micro_batch_size_per_gpu": 2, "train_batch_size": 2, "max_steps": 1},
+    )
+    evaluate, asked, scored = run_module.evaluate, [], []
+
+    def evaluating(*args, tick, stop, **options):
+        def told():
+            asked.append(stop())
+            os.kill(os.getpid(), signal.SIGTERM)
+            return stop()
+
+        score = args[3].teacher.score
+        monkeypatch.setattr(args[3].teacher, "score", lambda *a: scored.append(1) or score(*a))
+        return evaluate(*args, tick=tick, stop=told, **options)
+
+    monkeypatch.setattr(rollout_module, "_STOP_EVERY", 1)
+    monkeypatch.setattr(run_module, "evaluate", evaluating)
+    with pytest.raises(Interrupted):
+        recorded(path)
+    assert asked == [False]
+    assert not scored
+    assert (tmp_path / "out" / "checkpoints" / "step-00000000" / "COMPLETE").exists()
+
+
 def test_half_written_checkpoints_are_passed_over(tmp_path, capsys):
     """B50: the newest whole one is used, and each newer one is named with what is wrong."""
     path = tiny_run(tmp_path, training={"max_steps": 4, "save_steps": 1, "keep_checkpoints": 9})

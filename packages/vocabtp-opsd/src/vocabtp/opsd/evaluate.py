@@ -44,6 +44,7 @@ def evaluate(
     models: Models,
     *,
     tick: Callable[[int, int], None] = lambda done, total: None,
+    stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Answer every held-out prompt greedily and compare with `data.answer_field`.
 
@@ -55,8 +56,9 @@ def evaluate(
         layout: The ranks.
         inputs: Tokenizer and prompts; `held_out` must be there.
         models: Student and teacher.
-        tick: Called on every rank before each batch, with the batches done and in all; what it
-            raises must be raised on all ranks.
+        tick: Called on every rank before each batch and once more when it is answered, with the
+            batches done and in all; what it raises must be raised on all ranks.
+        stop: As in `generate`. What is cut short must not be counted, so `tick` has to raise then.
 
     Returns:
         The same numbers on every rank.
@@ -72,8 +74,12 @@ def evaluate(
     samples: list[dict[str, Any]] = []
     for i in range(batches):
         tick(i, batches)
+        rollout = None
         if batch := mine[i * size : (i + 1) * size]:
-            found, rows = _batch(config, inputs, models, prompts, batch)
+            rollout = greedy(config, inputs, models, prompts.for_student(batch), stop)
+        tick(i, batches)
+        if rollout is not None:
+            found, rows = _batch(config, inputs, models, prompts, batch, rollout)
             sums += found
             samples += rows[: max(0, SAMPLES - len(samples))]
     if layout.dp > 1:
@@ -89,7 +95,13 @@ def evaluate(
     )
 
 
-def greedy(config: Config, inputs: Inputs, models: Models, ids: list[list[int]]) -> Rollout:
+def greedy(
+    config: Config,
+    inputs: Inputs,
+    models: Models,
+    ids: list[list[int]],
+    stop: Callable[[], bool] | None = None,
+) -> Rollout:
     """The student's greedy answers to these prompts."""
     settings = config.rollout.model_copy(
         update={"temperature": 0.0, "n_samples_per_prompt": 1, "top_k": -1, "top_p": 1.0}
@@ -102,6 +114,7 @@ def greedy(config: Config, inputs: Inputs, models: Models, ids: list[list[int]])
         specials=models.specials,
         seed=config.training.seed,
         step=0,
+        stop=stop,
     )
 
 
@@ -160,10 +173,14 @@ def response_texts(inputs: Inputs, models: Models, rollout: Rollout) -> list[str
 
 
 def _batch(
-    config: Config, inputs: Inputs, models: Models, prompts: Prompts, batch: list[int]
+    config: Config,
+    inputs: Inputs,
+    models: Models,
+    prompts: Prompts,
+    batch: list[int],
+    rollout: Rollout,
 ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Sums over one batch (right, KL, tokens, truncated, examples), and its answers."""
-    rollout = greedy(config, inputs, models, prompts.for_student(batch))
     rows: list[dict[str, Any]] = []
     for i, text in zip(batch, response_texts(inputs, models, rollout), strict=True):
         answer = answer_of(prompts.examples[i], config.data)

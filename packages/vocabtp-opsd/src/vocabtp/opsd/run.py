@@ -176,7 +176,14 @@ class Run:
     def _evaluate(self) -> Evaluation | None:
         if self.inputs.held_out is None:
             return None
-        found = evaluate(self.config, self.layout, self.inputs, self.models, tick=self._tick)
+        found = evaluate(
+            self.config,
+            self.layout,
+            self.inputs,
+            self.models,
+            tick=self._tick,
+            stop=lambda: self.flag.signum != 0,
+        )
         self.output.evaluation(self.step, found)
         return found
 
