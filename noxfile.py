@@ -334,7 +334,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Times the ops against dense PyTorch: a table and JSON lines."""
-    python, env = environment(session, ["kernels"])
+    """Measures the ops beside other implementations: a table and JSON; see benchmarks/README.md."""
+    python, env = environment(session, upto("dist"))
     env = {**env, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
-    session.run(python, "benchmarks/run.py", *session.posargs, env=env)
+    session.run(python, "benchmarks/ops.py", *session.posargs, env=env)

@@ -1,9 +1,16 @@
-"""What is timed: every op of vocabtp.kernels beside the same formula in dense PyTorch."""
+"""What is measured: each op of vocabtp.kernels beside the same formula in dense PyTorch.
+
+Letters: N rows, L columns, K ids a row; p is the student's distribution, q the teacher's. A pass is
+one read or one write of an `[N, L]` tensor; the passes of a case are those that no implementation
+without a row's logits on the chip can avoid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +18,11 @@ from torch import Tensor
 import vocabtp.kernels as vk
 from vocabtp.kernels import reference
 
-Op = Callable[..., Tensor]
+Values = Tensor | tuple[Tensor, ...]
+Op = Callable[..., Values]
+
+# the forward alone; with the student's gradient, the teacher frozen; with both gradients
+MODES = ("forward", "train", "train_both")
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -19,14 +30,21 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def dense_logprobs(logits: Tensor, index: Tensor) -> Tensor:
-    """Log-probabilities of one token a row, as written with torch alone."""
-    return _log_softmax(logits).gather(-1, index[:, None]).squeeze(-1)
+    """Log-probabilities of chosen tokens, as written with torch alone."""
+    ids = index if index.dim() == logits.dim() else index[:, None]
+    return _log_softmax(logits).gather(-1, ids).view(index.shape)
 
 
 def dense_entropy(logits: Tensor) -> Tensor:
     """Entropy, as written with torch alone."""
     log_p = _log_softmax(logits)
     return -(log_p.exp() * log_p).sum(-1)
+
+
+def dense_logprobs_and_entropy(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Both from one log-softmax, as written with torch alone."""
+    log_p = _log_softmax(logits)
+    return log_p.gather(-1, index[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def dense_reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -41,51 +59,81 @@ def dense_forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def dense_jsd(student: Tensor, teacher: Tensor) -> Tensor:
-    """Jensen-Shannon divergence with beta 0.5, as written with torch alone."""
+def dense_jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+    """Generalized Jensen-Shannon divergence, as written with torch alone."""
     log_p, log_q = _log_softmax(student), _log_softmax(teacher)
     p, q = log_p.exp(), log_q.exp()
-    log_m = (0.5 * (p + q)).log()
-    return 0.5 * ((p * (log_p - log_m)).sum(-1) + (q * (log_q - log_m)).sum(-1))
+    log_m = (beta * q + (1 - beta) * p).log()
+    to_p, to_q = (p * (log_p - log_m)).sum(-1), (q * (log_q - log_m)).sum(-1)
+    return beta * to_q + (1 - beta) * to_p
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op: the arms to time, its fp64 truth, and the bytes that it cannot avoid."""
+    """One op: its arms of our own, its fp64 truth, and the passes that it cannot avoid."""
 
-    inputs: str  # "logits", "logits ids" or "student teacher"
+    sides: int  # logits tensors that it takes
+    ids: int  # ids a row: 0 for an op without, 1 for `[N]`, else `[N, K]`
     ours: Op
     dense: Op
     truth: Op
-    passes_forward: int  # times that a [rows, vocab] tensor is read or written
-    passes_both: int  # the same for forward and backward together
+    reads: int  # passes of the forward
+    writes: int  # passes that the backward adds for the student's gradient
+    options: Mapping[str, object] = field(default_factory=dict)  # of the truth
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """What can be measured of it."""
+        return MODES if self.sides == 2 else MODES[:2]
+
+    def passes(self, mode: str) -> int:
+        """Reads and writes of `[N, L]` in one call; a teacher's gradient is one more write."""
+        return (
+            self.reads + {"forward": 0, "train": self.writes, "train_both": self.writes + 1}[mode]
+        )
+
+
+_reverse_kl = partial(vk.kl_div, reverse=True)
 
 CASES = {
-    "logprobs": Case("logits ids", vk.logprobs, dense_logprobs, reference.logprobs, 1, 3),
-    "entropy": Case("logits", vk.entropy, dense_entropy, reference.entropy, 1, 3),
     "reverse_kl": Case(
-        "student teacher",
-        lambda student, teacher: vk.kl_div(student, teacher, reverse=True),
-        dense_reverse_kl,
-        lambda student, teacher: reference.kl_div(student, teacher, reverse=True),
-        2,
-        5,
+        2, 0, _reverse_kl, dense_reverse_kl, reference.kl_div, 2, 3, {"reverse": True}
     ),
-    "forward_kl": Case("student teacher", vk.kl_div, dense_forward_kl, reference.kl_div, 2, 5),
-    "jsd": Case("student teacher", vk.jsd, dense_jsd, reference.jsd, 4, 7),
+    "forward_kl": Case(2, 0, vk.kl_div, dense_forward_kl, reference.kl_div, 2, 3),
+    "jsd": Case(2, 0, vk.jsd, dense_jsd, reference.jsd, 4, 3),
+    "entropy": Case(1, 0, vk.entropy, dense_entropy, reference.entropy, 1, 2),
+    "logprobs": Case(1, 1, vk.logprobs, dense_logprobs, reference.logprobs, 1, 2),
+    "logprobs_k256": Case(1, 256, vk.logprobs, dense_logprobs, reference.logprobs, 1, 2),
+    "logprobs_and_entropy": Case(
+        *(1, 1, vk.logprobs_and_entropy, dense_logprobs_and_entropy),
+        *(reference.logprobs_and_entropy, 1, 2),
+    ),
 }
 
 
+class Inputs(NamedTuple):
+    """One set of inputs; every op takes a part of it."""
+
+    student: Tensor  # [N, L]
+    teacher: Tensor  # [N, L]
+    ids: Tensor  # [N]
+    many_ids: Tensor  # [N, 256]
+
+    def of(self, case: Case) -> list[Tensor]:
+        """The arguments of one op."""
+        logits = [self.student, self.teacher][: case.sides]
+        return logits + {0: [], 1: [self.ids]}.get(case.ids, [self.many_ids])
+
+
 def make_inputs(
-    case: Case, rows: int, vocab: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """Seeded inputs; the first one requires a gradient."""
-    generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(rows, vocab, generator=generator)).to(device, dtype)
-    inputs = [logits.requires_grad_()]
-    if case.inputs == "logits ids":
-        inputs.append(torch.randint(vocab, (rows,), generator=generator).to(device))
-    if case.inputs == "student teacher":
-        inputs.append((3 * torch.randn(rows, vocab, generator=generator)).to(device, dtype))
-    return inputs
+    rows: int, cols: int, dtype: torch.dtype, layout: str, device: torch.device, seed: int
+) -> Inputs:
+    """Seeded inputs; "sliced" logits are `[:, :-1]` of a buffer one column wider."""
+    generator = torch.Generator(device).manual_seed(seed)
+    wide = cols + (layout == "sliced")
+    logits = []
+    for _ in range(2):
+        buffer = torch.randn(rows, wide, generator=generator, device=device).mul_(3).to(dtype)
+        logits.append(buffer[:, :cols])
+    draw = partial(torch.randint, cols, generator=generator, device=device)
+    return Inputs(*logits, draw((rows,)), draw((rows, CASES["logprobs_k256"].ids)))

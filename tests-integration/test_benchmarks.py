@@ -1,72 +1,177 @@
-"""The benchmark measures what it says, and refuses to time a wrong answer."""
+"""The benchmark measures what it says, and shows a wrong answer as wrong."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
+BENCHMARKS = str(ROOT / "benchmarks")
+sys.path.append(BENCHMARKS)
+
+import cases  # noqa: E402
+import ops  # noqa: E402
+import results  # noqa: E402
+import timing  # noqa: E402
+
 FIELDS = {
-    *("schema", "op", "provider", "mode", "dtype", "rows", "vocab", "world"),
-    *("median_ms", "p20_ms", "p80_ms", "gb_per_s", "peak_mib"),
-    *("device", "torch", "triton", "package_versions", "commit", "date"),
+    *("kind", "op", "mode", "arm", "dtype", "layout", "rows", "cols", "world", "device", "run"),
+    *("status", "value_error", "median_ms", "p20_ms", "p80_ms", "samples", "calls", "sets"),
+    *("how", "bytes", "gb_s", "floor"),
 }
-SMALL = ["--rows=8", "--vocab=300", "--repeats=3"]
+SMALL = ["--device=cpu", "--quick", "--rows=6", "--cols=65"]
 
 
-def run(folder: Path, *args: str, patch: str = "") -> subprocess.CompletedProcess[str]:
-    """benchmarks/run.py in a process of its own, after an optional change to it."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import run, cases\n"
-    code += f"{patch}\nrun.main(sys.argv[1:])"
-    path = os.pathsep.join(p for p in sys.path if p)
-    return subprocess.run(
-        [sys.executable, "-c", code, "--device=cpu", *SMALL, *args],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def measure(path: Path, *args: str) -> dict[tuple[str, str, str], dict]:
+    """Results of benchmarks/ops.py by op, mode and arm; of one point."""
+    ops.main([*SMALL, f"--out={path}", *args])
+    return {(r["op"], r["mode"], r["arm"]): r for r in results.load(path)["results"]}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_op_and_arm_is_measured(tmp_path, dtype):
-    providers = "vocabtp,dense,vocabtp-eager"
-    done = run(tmp_path, f"--dtype={dtype}", f"--providers={providers}", "--out=a/b.jsonl")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "a/b.jsonl").read_text().splitlines()]
-    assert len(rows) == 5 * 2 * 3
-    assert len({(r["op"], r["mode"], r["provider"]) for r in rows}) == len(rows)
-    for row in rows:
-        assert set(row) == FIELDS
-        assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
-        assert (row["rows"], row["vocab"], row["dtype"]) == (8, 300, dtype)
-    entropy = next(r for r in rows if (r["op"], r["mode"]) == ("entropy", "both"))
-    size = 3 * 8 * 300 * (4 if dtype == "float32" else 2)
-    assert entropy["gb_per_s"] == pytest.approx(size / entropy["median_ms"] / 1e6, abs=0.02)
+@pytest.mark.parametrize("point", ["float32,contiguous", "bfloat16,sliced"])
+def test_every_op_mode_and_arm_is_measured(tmp_path, capsys, point):
+    dtype, layout = point.split(",")
+    found = measure(tmp_path / "a/b.json", f"--only={point}")
+    arms = {"eager", "dense"} if layout == "contiguous" else {"eager"}
+    modes = [(op, mode) for op, case in cases.CASES.items() for mode in case.modes]
+    assert set(found) == {(*pair, arm) for pair in modes for arm in arms}
+    assert len(modes) == 3 * 3 + 4 * 2
+    size = 6 * 65 * (4 if dtype == "float32" else 2)
+    passes = {"forward": 4, "train": 7, "train_both": 8}
+    (run,) = results.load(tmp_path / "a/b.json")["runs"]
+    for (op, mode, _), result in found.items():
+        extra = set() if mode == "forward" else {"gradient_error"}
+        assert set(result) == FIELDS | extra
+        assert result["status"] == "ok"
+        assert 0 < result["p20_ms"] <= result["median_ms"] <= result["p80_ms"]
+        if op == "jsd":
+            assert result["bytes"] == passes[mode] * size
+        shortest = result["bytes"] / run["copy_gb_s"] / 1e6
+        assert result["floor"] == pytest.approx(result["median_ms"] / shortest, rel=1e-3)
+    assert run["device"] == "cpu"
+    assert run["versions"]["torch"] == torch.__version__
+    assert len(run["commit"]) == 40
+    assert "liger: not installed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        ("lambda x: 1.001 * cases.dense_entropy(x)", "entropy dense: values are off by"),
-        (
-            "lambda x: cases.dense_entropy(x).detach() + 0 * x.sum(-1)",
-            "entropy dense: gradients are off by",
-        ),
-        ("lambda x: cases.dense_entropy(x) * float('nan')", "entropy dense: values are off by nan"),
-    ],
-)
-def test_a_wrong_arm_is_not_timed(tmp_path, wrong, complaint):
-    patch = "import dataclasses\n" + (
-        f"cases.CASES['entropy'] = dataclasses.replace(cases.CASES['entropy'], dense={wrong})"
-    )
-    done = run(tmp_path, "--ops=entropy", patch=patch)
-    assert done.returncode == 1
-    assert complaint in done.stderr
-    assert "median" not in (tmp_path / "runs/bench.jsonl").read_text()
+def test_a_wrong_arm_is_shown_as_wrong_and_not_timed(tmp_path, capsys, monkeypatch):
+    def out_of_memory(*inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot.\nmore")
+
+    def broken(*inputs):
+        raise RuntimeError("it broke")
+
+    wrong = {
+        "entropy": lambda x: 1.001 * cases.dense_entropy(x),
+        "logprobs": lambda x, ids: cases.dense_logprobs(x, ids).detach() + 0 * x.sum(-1),
+        "reverse_kl": lambda p, q: cases.dense_reverse_kl(p, q) * float("nan"),
+        # right values, and one gradient of two
+        "forward_kl": lambda p, q: cases.dense_forward_kl(p, q.detach()) + 0 * q.sum(-1),
+        "logprobs_k256": out_of_memory,
+        "logprobs_and_entropy": broken,
+    }
+    for op, function in wrong.items():
+        case = dataclasses.replace(cases.CASES[op], dense=function)
+        monkeypatch.setitem(cases.CASES, op, case)
+    found = measure(tmp_path / "a.json", "--only=float32,contiguous")
+    shown = {key[:2]: r for key, r in found.items() if key[2] == "dense" and r["status"] != "ok"}
+    complaints = {
+        ("entropy", "forward"): ("wrong", "values are off by 1.0e-03"),
+        ("entropy", "train"): ("wrong", "values are off by 1.0e-03"),
+        ("logprobs", "train"): ("wrong", "gradients are off by 1.0e+00"),
+        ("reverse_kl", "forward"): ("wrong", "values are off by nan"),
+        ("reverse_kl", "train"): ("wrong", "values are off by nan"),
+        ("reverse_kl", "train_both"): ("wrong", "values are off by nan"),
+        ("forward_kl", "train_both"): ("wrong", "gradients are off by 1.0e+00"),
+        ("logprobs_k256", "forward"): ("oom", "OutOfMemoryError: CUDA out of memory. Tried"),
+        ("logprobs_k256", "train"): ("oom", "OutOfMemoryError: CUDA out of memory. Tried"),
+        ("logprobs_and_entropy", "forward"): ("failed", "RuntimeError: it broke"),
+        ("logprobs_and_entropy", "train"): ("failed", "RuntimeError: it broke"),
+    }
+    assert set(shown) == set(complaints)
+    printed = capsys.readouterr().out
+    for key, (status, note) in complaints.items():
+        assert shown[key]["status"] == status
+        assert shown[key]["note"].startswith(note)
+        assert "median_ms" not in shown[key]
+        assert f"| {status} |" in printed
+    assert all(r["status"] == "ok" for key, r in found.items() if key[2] == "eager")
+
+
+def test_parts_come_together_and_what_is_there_is_not_measured_again(tmp_path):
+    path = tmp_path / "a.json"
+    measure(path, "--only=entropy,forward,float32,contiguous")
+    found = measure(path, "--only=entropy,float32,contiguous", "--missing")
+    assert len(found) == 4
+    assert {key[1]: r["run"] for key, r in found.items()} == {"forward": 1, "train": 2}
+    found = measure(path, "--only=entropy,float32,contiguous")
+    # run 1 and 2 are gone with their last results
+    assert [run["id"] for run in results.load(path)["runs"]] == [3]
+    assert {r["run"] for r in found.values()} == {3}
+
+
+def test_the_plan_of_a_whole_run():
+    args = ops.arguments(["--device=cuda"])
+    plan = list(ops.points(args))
+    grid = {
+        (rows, cols, dtype, layout)
+        for rows in (64, 256, 1024, 8192)
+        for cols in (32000, 37984, 75967, 75968, 151936)
+        for dtype in ("bfloat16", "float32")
+        for layout in ("contiguous", "sliced")
+    }
+    assert len(plan) == len(set(plan))
+    assert {tuple(point) for point in plan} == grid
+    found = dict.fromkeys(("triton", "eager", "compile", "dense"))
+
+    def shapes(arm: str, mode: str) -> set[tuple[int, int]]:
+        there = [p for p in plan if arm in ops.arms_at(p, mode, found)]
+        if arm in ("compile", "dense"):
+            assert {p.layout for p in there} == {"contiguous"}
+        return {(p.rows, p.cols) for p in there}
+
+    everywhere = {(p.rows, p.cols) for p in plan}
+    assert shapes("triton", "forward") == shapes("eager", "train") == everywhere
+    shared = {(8192, 75968), (1024, 151936), (64, 75968)}
+    assert shapes("dense", "train") == shapes("compile", "forward") == shared
+    assert shapes("compile", "train") == {*shared, (256, 75968), (1024, 75968)}
+
+
+def test_arms_alternate_and_none_is_always_first():
+    assert timing.turns({"a": 2, "b": 2, "slow": 1}) == ["a", "b", "b", "slow", "a"]
+    assert timing.turns({}) == []
+
+
+def shards_on_a_rank(rank, world, options):
+    sys.path.append(BENCHMARKS)
+    import shards
+
+    args = argparse.Namespace(tp=world, quick=True, rows=5, cols=130, **options)
+    return shards.measure(args, torch.device("cpu"))
+
+
+def test_shards_are_judged_and_timed_with_the_slowest_rank(ranks):
+    found, same = ranks(shards_on_a_rank, 2, {"dtype": "bfloat16"})
+    assert found == same
+    assert [(r["op"], r["arm"]) for r in found] == [
+        ("jsd", "gather + dense"),
+        ("jsd", "eager shards"),
+    ]
+    for result in found:
+        assert (result["status"], result["world"], result["beta"]) == ("ok", 2, 0.3)
+        assert result["value_error"] < 1e-5
+        assert 0 < result["gradient_error"] < 1e-2
+        assert 0 < result["p20_ms"] <= result["median_ms"] <= result["p80_ms"]
+
+
+def test_shards_without_devices_say_what_they_need(tmp_path, capsys):
+    ops.main(["--device=cuda", "--tp=2", f"--out={tmp_path}/a.json"])
+    printed = capsys.readouterr().out
+    assert "--tp 2 needs 2 devices in one machine and finds 0" in printed
+    assert "benchmarks/ops.py --tp 2" in printed
+    assert not (tmp_path / "a.json").exists()
