@@ -16,6 +16,7 @@ sys.path.append(BENCHMARKS)
 
 import cases  # noqa: E402
 import ops  # noqa: E402
+import plot  # noqa: E402
 import results  # noqa: E402
 import timing  # noqa: E402
 
@@ -145,6 +146,58 @@ def test_the_plan_of_a_whole_run():
 def test_arms_alternate_and_none_is_always_first():
     assert timing.turns({"a": 2, "b": 2, "slow": 1}) == ["a", "b", "b", "slow", "a"]
     assert timing.turns({}) == []
+
+
+def fake(
+    op: str, mode: str, arm: str, ms: float, shape: tuple[int, int] = (8192, 75968), **more
+) -> dict:
+    """A result as it would come from a GPU."""
+    point = {"rows": shape[0], "cols": shape[1], "dtype": "bfloat16", "layout": "contiguous"}
+    size = cases.CASES[op].passes(mode) * shape[0] * shape[1] * 2
+    numbers = {"status": "ok", "median_ms": ms, "p20_ms": ms, "p80_ms": 1.5 * ms}
+    numbers |= {"floor": ms / (size / 4e9), "peak_mib": 1188.4}
+    base = {"kind": "op", "op": op, "mode": mode, "arm": arm, **point, "world": 1}
+    return base | numbers | more
+
+
+def test_docs_are_made_from_results(tmp_path):
+    run = {"device": "GPU", "versions": {"torch": "2.11"}, "commit": "c" * 40, "copy_gb_s": 4000.0}
+    run |= {"date": "2026-11-29T00:00:00", "absent": {"liger": "not installed"}}
+    book = results.Results(tmp_path / "r.json", run)
+    for op in cases.CASES:
+        for arm, ms in (("triton", 1.6), ("compile", 4.0)):
+            book.add(fake(op, "train", arm, ms))
+            book.add(fake(op, "train", arm, ms / 100, (64, 75968)))
+    book.add(fake("jsd", "train", "triton", 2.5, layout="sliced"))
+    book.add(fake("jsd", "train", "dense", 0, status="oom"))
+    book.add(fake("entropy", "train", "dense", 0, status="wrong"))
+    book.add(fake("reverse_kl", "train_both", "triton", 2.0))
+    tp = fake("jsd", "train", "Triton shards", 0.75, (1024, 151936), kind="tp", world=2, beta=0.3)
+    book.add(tp | {"back_to_back_ms": 0.5, "peak_gib": 0.435})
+    book.save()
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    (tmp_path / "benchmarks.md").write_text(page)
+    plot.main([str(tmp_path / "r.json"), f"--docs={tmp_path}"])
+    made = (tmp_path / "benchmarks.md").read_text()
+    floor = 5 * 8192 * 75968 * 2 / 4e9
+    for line in (
+        "| GPU | 1 device | 4 TB/s | torch 2.11 | cccccccccc | 2026-11-29 |",
+        "Liger: not installed.",
+        f"| reverse KL | 1.60 ({1.6 / floor:.2f}x) | 4.00 ({4 / floor:.2f}x) |  |",
+        "| JSD | 1.60 (0.73x) | 4.00 (1.84x) | OOM |",
+        "| entropy | 1.60 (1.71x) | 4.00 (4.28x) | wrong |",
+        "| JSD | Triton |  | 1.60 | 1.60 | 2.40 | 0.73x | 1188 |",
+        "| JSD, 8192 rows | 0.73 / 1.15 |",
+        "| Triton shards, JSD, beta 0.3 | 2 | 1024 x 151936, bf16 | 0.435 | 0.750 |",
+        "![Time over the byte floor, 8192 x 75968, bf16](assets/benchmarks/floor.svg)",
+    ):
+        assert line in made
+    assert made.count("| 2.50x |") == len(cases.CASES)  # faster than torch.compile, 64 rows
+    drawn = {path.name: path.read_bytes() for path in tmp_path.glob("assets/benchmarks/*.svg")}
+    assert set(drawn) == {"floor.svg", "rows.svg", "widths.svg"}
+    plot.main([str(tmp_path / "r.json"), f"--docs={tmp_path}"])
+    assert (tmp_path / "benchmarks.md").read_text() == made
+    assert drawn == {p.name: p.read_bytes() for p in tmp_path.glob("assets/benchmarks/*.svg")}
 
 
 def shards_on_a_rank(rank, world, options):
