@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from vocabtp.kernels._triton import (
     finish_kernels,
+    ids_kernels,
     jsd,
     jsd_kernels,
     kl_kernels,
@@ -28,6 +29,7 @@ from vocabtp.kernels._triton import (
 FLOATS = {"c", "inv_t", "clip", "beta", "rest", "scale", "factor", *(f"k{i}" for i in range(2, 8))}
 LOGITS = {"x_ptr", "a_ptr", "b_ptr", "p_ptr", "q_ptr"}
 WRITTEN = {"out_a_ptr", "out_b_ptr", "out_p_ptr", "out_q_ptr"}
+POINTERS = {"skip_ptr": "*i8", "id_ptr": "*i64", "column_ptr": "*i32", "cell_ptr": "*i32"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -39,18 +41,15 @@ def variants(hardware, full):
     read, write, small = launch.READ, launch.WRITE, {"num_warps": 4}
     for e in yes_no:
         yield tokens_kernels.token_stats_kernel, {"ENTROPY": e, **t}, read, False
-        yield (
-            tokens_kernels.token_grad_kernel,
-            {"ENTROPY": e, "ONE_ID": not e, **b},
-            write,
-            True,
-        )
-        yield (
-            tokens_kernels.chosen_grad_kernel,
-            {"ENTROPY": e, "BLOCK": 256},
-            {"num_warps": 4},
-            True,
-        )
+        for ids, some in ((0, 1), (1, 1), (2, 2), (2, 256)) if full else ((e, 1), (2, 256)):
+            which = {"ENTROPY": e, "IDS": int(ids), "SOME": some, **b}
+            yield tokens_kernels.token_grad_kernel, which, write, True
+        for rows, ids in ((128, 1), (64, 2), (1, 256)) if full else ((128, 1), (1, 256)):
+            # a flag in host memory, or none
+            which = {"CELL": e, "ROWS": rows, "BLOCK": ids}
+            yield ids_kernels.resolve_kernel, which, {"num_warps": 1}, False
+            which["ENTROPY"] = e
+            yield ids_kernels.finish_tokens_kernel, which, {"num_warps": 1}, False
         yield kl_kernels.pair_stats_kernel, {"WEIGHTED": e, **t}, read, False
     yield kl_kernels.kl_terms_kernel, t, launch.TERMS, False
     sides = ((True, False), (False, True), (True, True))
@@ -67,10 +66,9 @@ def variants(hardware, full):
             which = {"GRAD_P": one, "GRAD_Q": other, "HARDWARE": hardware, **more, **b}
             options = launch.WRITE if ends or clip else launch.WRITE_QUICK
             yield jsd_kernels.jsd_grad_kernel, which, options, False
-    yield tokens_kernels.chosen_kernel, {"BLOCK": 256}, {"num_warps": 1}, False
-    yield tokens_kernels.total_kernel, {"BLOCK": 128}, small, False
+    yield ids_kernels.weights_kernel, {"BLOCK": 256}, {"num_warps": 1}, False
     yield finish_kernels.pair_scale_kernel, {"BLOCK": 128}, small, False
-    for kind in ("kl", "terms", "entropy"):
+    for kind in ("kl", "terms"):
         yield finish_kernels.finish_kernel, {"KIND": kind, "BLOCK": 128}, small, False
     yield online.sum_segments, {"PLANES": 3, "BLOCK": 128}, small, False
     for sides_, weighted, flags in (
@@ -93,7 +91,7 @@ def source(kernel, constants, dtype, aligned, gradient):
         elif name.endswith("_ptr"):
             of_dtype = name in LOGITS or name in WRITTEN or (name == "out_ptr" and gradient)
             types[name] = "*" + (dtype if of_dtype else "fp32")
-            types[name] = {"skip_ptr": "*i8", "column_ptr": "*i64"}.get(name, types[name])
+            types[name] = POINTERS.get(name, types[name])
             hints[(at,)] = [["tt.divisibility", 16]]
         else:
             types[name] = "i32"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vocabtp.kernels import LOCAL, _eager, _stats
+from vocabtp.kernels._ids import Bounds
 from vocabtp.kernels._rows import as_rows
 
 INF, NAN = float("inf"), float("nan")
@@ -18,7 +19,11 @@ def stats_of(kind, s, t):
     if kind == "pair":
         return _eager.pair_stats(as_rows(s), as_rows(t), F32, 1.3)
     none = torch.empty(s.shape[0], 0, dtype=torch.int64)
-    return _eager.token_stats(as_rows(s), none, F32, 1.3, entropy=kind == "entropy")[0]
+    bounds = Bounds(-100, 0, s.shape[1])
+    shard = _eager.token_stats(
+        as_rows(s), none, bounds, F32, 1.3, entropy=kind == "entropy", merged=True, watch=None
+    )
+    return _stats.ShardStats(*(part[0] for part in shard.stats))
 
 
 def merge(kind, parts):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from vocabtp.kernels import _eager
+from vocabtp.kernels._ids import Bounds, Watch
 from vocabtp.kernels._rows import Rows
-from vocabtp.kernels._stats import ShardStats
+from vocabtp.kernels._stats import ShardStats, TokenShard, TokenValues
 
 Name = Literal["auto", "triton", "eager"]
 
@@ -31,27 +32,54 @@ class Implementation(Protocol):
     def token_stats(
         self,
         logits: Rows,
-        columns: Tensor,
+        ids: Tensor,
+        bounds: Bounds,
         dtype: torch.dtype,
         temperature: float,
         *,
         entropy: bool,
-    ) -> tuple[ShardStats, Tensor]:
-        """`(m; S)` or `(m; S, W)`, and the logits at `columns` `[N, K]`, 0 where it is < 0."""
+        merged: bool,
+        watch: Watch | None,
+    ) -> TokenShard:
+        """`(m; S; bad id)` or `(m; S, W; bad id)`, and what `ids` `[N, K]` choose.
+
+        Statistics are `[P, *, N]` of P parts of the row, of one if `merged`. `watch` is there if
+        this shard's bad ids are all there are.
+        """
+        ...
+
+    def finish_tokens(
+        self,
+        stats: ShardStats,
+        chosen: Tensor,
+        columns: Tensor,
+        temperature: float,
+        *,
+        entropy: bool,
+        watch: Watch | None,
+    ) -> TokenValues:
+        """Merges `[P, *, N]`, of parts or of ranks, and finishes; `chosen` are all ranks'.
+
+        In rows with a bad id anywhere the columns of ids that are not ignored become BAD.
+        """
         ...
 
     def token_grad(
         self,
         logits: Rows,
-        stats: ShardStats,
+        stats: Tensor,
         columns: Tensor,
-        weights: Tensor,
-        entropy_weight: Tensor | None,
-        skip: Tensor,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
         out: Tensor,
         temperature: float,
     ) -> None:
-        """`sum_k w_k (onehot_k - p) - w_h p (log p + H)`."""
+        """`sum_k w_k (onehot_k - p) - w_h p (log p + H)`, w the upstream gradients over T.
+
+        `stats` `[2 or 3, N]` are m, S and W of `finish_tokens`. Where every upstream gradient of
+        a row is 0, and in rows without support, it is exactly 0; a BAD id is NaN where its
+        upstream gradient is not 0.
+        """
         ...
 
     def kl_stats(self, a: Rows, b: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
@@ -111,10 +139,6 @@ class Implementation(Protocol):
         clip: float | None,
     ) -> None:
         """`scale` times `(1 - beta) p (w log(p/m) - E_p)` and `beta q (w log(q/m) - E_q)`."""
-        ...
-
-    def finish_entropy(self, stats: ShardStats) -> Tensor:
-        """As in `_stats`."""
         ...
 
     def finish_kl(self, stats: ShardStats) -> Tensor:

@@ -1,19 +1,21 @@
-"""Ids: which columns they are, and how an id that is no token is reported on all ranks alike.
+"""How an id that is no token is reported on all ranks alike, and without waiting for a device.
 
 A rank's bad id travels in the gather of the statistics, one value a row, so that every rank knows
 of it without a collective of its own. Ids on the CPU are reported at once. Ids on an accelerator
 are not waited for: the row is NaN, and the error is raised at the next call of this package or by
-`check_ids()`.
+`check_ids()`. That next call waits for the kernel that knows, always: a rank that only looked would
+raise at another call than its peers.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from vocabtp.kernels import _flags
 
 # what a column below 0 means
 ELSEWHERE = -1  # a token of another rank's shard
@@ -24,35 +26,12 @@ BAD = -3
 _EXACT = 2**24
 
 
-class Resolved(NamedTuple):
-    """Ids as this shard sees them."""
+class Bounds(NamedTuple):
+    """Which ids are which columns."""
 
-    columns: Tensor  # [N, K] int64: a column of this shard, or one of the codes above
-    bad: Tensor  # [1, N] 0, or the row's first bad id, shifted by one if it is not negative
-
-
-def resolve(
-    ids: Tensor,
-    ignore_index: int,
-    vocab_start: int,
-    width: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-) -> Resolved:
-    """Sort ids `[N, K]` into columns of this shard, other shards' tokens, ignored and bad ones."""
-    ids = ids.to(torch.int64)
-    ignored = ids == ignore_index
-    bad = ~ignored & ((ids < 0) | (ids >= vocab_size))
-    local = ids - vocab_start
-    columns = torch.where((local >= 0) & (local < width), local, ELSEWHERE)
-    columns = columns.masked_fill(ignored, IGNORED).masked_fill(bad, BAD)
-    if ids.shape[1] == 0:
-        return Resolved(columns, torch.zeros(1, ids.shape[0], dtype=dtype, device=ids.device))
-    # the first bad id of a row; never 0, whatever the id
-    first = bad.to(torch.int8).argmax(1, keepdim=True)
-    code = ids.gather(1, first)
-    code = torch.where(code >= 0, code + 1, code) * bad.gather(1, first)
-    return Resolved(columns, code.t().to(dtype))
+    ignore_index: int
+    vocab_start: int
+    vocab_size: int
 
 
 class Report(NamedTuple):
@@ -60,8 +39,7 @@ class Report(NamedTuple):
 
     name: str
     lead: tuple[int, ...]  # leading shape of the logits
-    ignore_index: int
-    vocab_size: int
+    bounds: Bounds
 
     def message(self, codes: Tensor) -> str:
         """The error for gathered codes `[R, N]`, the same text on every rank."""
@@ -78,20 +56,65 @@ class Report(NamedTuple):
             place.insert(0, at)
         who = f" on rank {rank}" if codes.shape[0] > 1 else ""
         return (
-            f"{self.name}: an id must be in [0, {self.vocab_size}) or equal ignore_index "
-            f"({self.ignore_index}), got {value} at position {place}{who}; "
+            f"{self.name}: an id must be in [0, {self.bounds.vocab_size}) or equal ignore_index "
+            f"({self.bounds.ignore_index}), got {value} at position {place}{who}; "
             f"{int(hit.any(0).sum())} of {codes.shape[1]} rows have such an id"
         )
 
 
-class _Pending(NamedTuple):
-    wait: Callable[[], None]
-    codes: Tensor
-    report: Report
+class Watch:
+    """A call whose ids nobody waits for.
+
+    Whoever runs the kernel that knows every rank's bad ids gives it `cell` to store a 1 to, and
+    calls `known` behind it, on the same stream.
+    """
+
+    def __init__(self, report: Report, device: torch.device) -> None:
+        self.report = report
+        self.device = device
+        self.captured = _flags.capturing(device)
+        self._flag = None if device.type == "cpu" else _flags.take(device)
+        self._codes: Tensor | None = None
+
+    @property
+    def cell(self) -> Tensor | None:
+        """One int32 that a kernel can store to, if there is any."""
+        return self._flag.cell if self._flag is not None and self._flag.mapped else None
+
+    def known(self, codes: Tensor, *, stored: bool = False) -> None:
+        """`codes` `[R, N]` are all ranks'; `stored` if the kernel that found them took `cell`."""
+        self._codes = codes
+        if self._flag is not None:
+            if not stored:
+                up = (codes != 0).any().to(torch.int32).view(1)
+                self._flag.cell.copy_(up, non_blocking=True)
+            if not self.captured:
+                self._flag.settled()
+
+    def file(self) -> None:
+        """Leave the call to the next check; a captured one to every explicit check."""
+        if self._codes is None or (self._flag is None and self.device.type != "cpu"):
+            return
+        with _lock:
+            (_captured if self.captured else _pending).append(self)
+
+    def error(self) -> ValueError | None:
+        """Waits until it is known whether there is a bad id; what to raise if there is."""
+        assert self._codes is not None
+        if self._flag is None:
+            up = bool((self._codes != 0).any())
+        else:
+            if not self.captured:
+                self._flag.wait()
+            up = self._flag.lower()
+            if not self.captured:
+                _flags.give(self._flag)
+        return ValueError(self.report.message(self._codes.cpu())) if up else None
 
 
 _lock = threading.Lock()
-_pending: list[_Pending] = []
+_pending: list[Watch] = []
+_captured: list[Watch] = []
 
 
 def report_now(codes: Tensor, report: Report) -> None:
@@ -100,18 +123,20 @@ def report_now(codes: Tensor, report: Report) -> None:
         raise ValueError(report.message(codes.cpu()))
 
 
-def report_later(codes: Tensor, report: Report) -> None:
-    """Remember the flags without waiting for the device."""
-    if codes.device.type == "cpu":
-        pending = _Pending(lambda: None, codes, report)
-    else:
-        host = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True)
-        host.copy_(codes, non_blocking=True)
-        event = torch.Event(device=codes.device)
-        event.record(torch.accelerator.current_stream(codes.device))
-        pending = _Pending(event.synchronize, host, report)
+def _raise_first(found: list[Watch]) -> None:
+    errors = [watch.error() for watch in found]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def check_earlier() -> None:
+    """What every op does first: `check_ids` for the calls that ran since the last check."""
     with _lock:
-        _pending.append(pending)
+        if not _pending or any(_flags.capturing(d) for d in {w.device for w in _pending}):
+            return
+        found, _pending[:] = list(_pending), []
+    _raise_first(found)
 
 
 def check_ids() -> None:
@@ -121,11 +146,22 @@ def check_ids() -> None:
     an earlier call left; this function does so without an op, for the end of a loop. It waits for
     the calls in question and no longer.
 
+    A call that is captured in a CUDA graph reports nothing while it is captured, whatever its
+    `validate_ids`. After a replay its rows are NaN as ever, and this function, but no op, reports
+    them: it waits for the whole device if there are such graphs. A process whose very first call
+    of the package is captured gets the NaN alone, since the memory for the report must be there
+    before a capture begins: run a step before you capture one, as PyTorch advises anyway. While
+    the current stream is captured this function does nothing.
+
     Raises:
         ValueError: an id outside of `[0, V)` that is not `ignore_index`, the same on every rank.
     """
+    check_earlier()
     with _lock:
-        found, _pending[:] = list(_pending), []
-    for pending in found:
-        pending.wait()
-        report_now(pending.codes, pending.report)
+        found = list(_captured)
+    devices = {watch.device for watch in found}
+    if any(_flags.capturing(device) for device in devices):
+        return
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    _raise_first(found)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vocabtp.kernels._backend import Implementation
 from vocabtp.kernels._exchange import Exchange
+from vocabtp.kernels._ids import Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,11 @@ class TokenSpec(Spec):
     vocab_start: int = 0
     vocab_size: int = 0
     at_once: bool = True  # report bad ids before returning
+
+    @property
+    def bounds(self) -> Bounds:
+        """Which ids are which columns."""
+        return Bounds(self.ignore_index, self.vocab_start, self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

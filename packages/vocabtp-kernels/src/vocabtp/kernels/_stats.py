@@ -36,6 +36,22 @@ class ShardStats(NamedTuple):
         return ShardStats(*(part[:, start:stop] for part in self))
 
 
+class TokenShard(NamedTuple):
+    """What a rank knows of the tokens that it was asked for."""
+
+    stats: ShardStats  # `[P, *, N]` of P parts of each row
+    columns: Tensor  # [N, K] int32: a column of this shard, or one of the codes of `_ids`
+    chosen: Tensor  # [N, K] the logits there, 0 where the column is < 0
+
+
+class TokenValues(NamedTuple):
+    """The values, and what the backward needs of them."""
+
+    logprobs: Tensor  # [N, K]
+    entropies: Tensor | None  # [N]
+    stats: Tensor  # [2 or 3, N]: m, S and W of the whole vocabulary
+
+
 def gather(stats: ShardStats, exchange: Exchange) -> ShardStats:
     """All ranks' statistics, `[R, *, N]` each, by one exchange."""
     sizes = [part.shape[0] for part in stats]

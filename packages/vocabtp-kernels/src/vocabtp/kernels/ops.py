@@ -105,7 +105,7 @@ def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LO
         TypeError: an argument of the wrong type.
         ValueError: logits of no dimension, a temperature out of range.
     """
-    _ids.check_ids()
+    _ids.check_earlier()
     checked = checks.logits("entropy", "logits", logits)
     spec = TokenSpec(
         name="entropy",
@@ -195,7 +195,7 @@ def kl_div(
         TypeError: an argument of the wrong type.
         ValueError: shapes or devices that differ, a temperature or clip out of range.
     """
-    _ids.check_ids()
+    _ids.check_earlier()
     student, teacher = checks.pair("kl_div", student_logits, teacher_logits)
     spec = PairSpec(
         name="kl_div",
@@ -249,7 +249,7 @@ def jsd(
         The generalized form is that of Agarwal et al., On-Policy Distillation of Language Models
         (arXiv:2306.13649).
     """
-    _ids.check_ids()
+    _ids.check_earlier()
     student, teacher = checks.pair("jsd", student_logits, teacher_logits)
     share = checks.beta("jsd", beta)
     scaled = checks.flag("jsd", "rescale", rescale)
@@ -288,7 +288,7 @@ def _token_call(
     validate_ids: object,
 ) -> tuple[Tensor, Tensor, TokenSpec]:
     """Check the arguments of the two ops that take ids; ids come back as `[N, K]`."""
-    _ids.check_ids()
+    _ids.check_earlier()
     checked = checks.logits(caller, "logits", logits)
     ids = checks.index(caller, index, checked)
     start = checks.integer(caller, "vocab_start", vocab_start)

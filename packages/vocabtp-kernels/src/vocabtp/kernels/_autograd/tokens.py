@@ -2,90 +2,103 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from vocabtp.kernels import _ids, _stats
+from vocabtp.kernels import _flags, _ids, _stats
 from vocabtp.kernels._autograd.function import Ctx, once, plain
 from vocabtp.kernels._exchange import LOCAL
 from vocabtp.kernels._rows import as_rows
 from vocabtp.kernels._spec import TokenSpec
-from vocabtp.kernels._stats import NAN, ShardStats
+from vocabtp.kernels._stats import ShardStats, TokenValues
 
 
-def _token_forward(
-    ctx: Ctx, logits: Tensor, ids: Tensor, spec: TokenSpec, *, entropy: bool
-) -> tuple[ShardStats, Tensor, Tensor]:
-    """Merged statistics, the chosen logits of all ranks and the columns, both `[N, K]`."""
-    dtype, rows = spec.dtype(logits), as_rows(logits)
-    columns, bad = _ids.resolve(
-        ids, spec.ignore_index, spec.vocab_start, rows.num_cols, spec.vocab_size, dtype
-    )
-    impl = spec.implementation
-    local, chosen = impl.token_stats(rows, columns, dtype, spec.temperature, entropy=entropy)
-    if spec.exchange is LOCAL:
-        stats, codes = local._replace(flags=bad), bad
-    else:
-        gathered = _stats.gather(local._replace(flags=bad), spec.exchange)
-        stats, codes = _stats.merge_softmax(gathered, spec.temperature), gathered.flags[:, 0]
-    if columns.shape[1]:
-        report = _ids.Report(
-            spec.name, tuple(logits.shape[:-1]), spec.ignore_index, spec.vocab_size
+class Saved(NamedTuple):
+    """What a backward needs; of its own memory each, but for the logits."""
+
+    logits: Tensor
+    columns: Tensor  # [N, K] int32
+    stats: Tensor  # [2 or 3, N]
+
+
+def forward(
+    logits: Tensor, ids: Tensor | None, spec: TokenSpec, *, entropy: bool
+) -> tuple[TokenValues, Saved]:
+    """Values for ids `[N, K]`, entropies or both, and what `backward` needs."""
+    with plain(logits.device):
+        rows, impl = as_rows(logits), spec.implementation
+        if ids is None:
+            ids = torch.empty(rows.num_rows, 0, dtype=torch.int64, device=logits.device)
+        watch, report = None, None
+        if ids.shape[1]:
+            report = _ids.Report(spec.name, tuple(logits.shape[:-1]), spec.bounds)
+            # a capture cannot wait for what it only records
+            if not spec.at_once or _flags.capturing(logits.device):
+                watch = _ids.Watch(report, logits.device)
+        alone = spec.exchange is LOCAL
+        (stats, columns, chosen) = impl.token_stats(
+            rows,
+            ids,
+            spec.bounds,
+            spec.dtype(logits),
+            spec.temperature,
+            entropy=entropy,
+            merged=not alone,
+            watch=watch if alone else None,
         )
-        later = _ids.report_now if spec.at_once else _ids.report_later
-        later(codes, report)
-        chosen = spec.exchange.sum(chosen)
-        anywhere = (stats.flags[0] != 0)[:, None] & (columns != _ids.IGNORED)
-        columns = columns.masked_fill(anywhere, _ids.BAD)
-    ctx.spec = spec
-    ctx.save_for_backward(logits, columns, stats.maxes, stats.sums)
-    ctx.set_materialize_grads(False)
-    return stats, chosen, columns
+        if not alone:
+            stats = _stats.gather(ShardStats(*(part[0] for part in stats)), spec.exchange)
+        if report is not None:
+            if watch is None:
+                _ids.report_now(stats.flags[:, 0], report)
+            chosen = spec.exchange.sum(chosen)
+        values = impl.finish_tokens(
+            stats,
+            chosen,
+            columns,
+            spec.temperature,
+            entropy=entropy,
+            watch=None if alone else watch,
+        )
+        if watch is not None:
+            watch.file()
+    return values, Saved(logits, columns, values.stats)
 
 
-def _token_values(stats: ShardStats, chosen: Tensor, columns: Tensor, temperature: float) -> Tensor:
-    values = _stats.finish_logprobs(stats, chosen, temperature)
-    values = values.masked_fill(columns == _ids.BAD, NAN)
-    return values.masked_fill(columns == _ids.IGNORED, 0.0)
-
-
-def _token_backward(
-    ctx: Ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+def backward(
+    saved: Saved, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, spec: TokenSpec
 ) -> Tensor | None:
+    """The gradient to the logits, in their dtype and contiguous; None if nobody asks."""
     if grad_logprobs is None and grad_entropy is None:
         return None
-    spec: TokenSpec = ctx.spec
-    logits, columns, maxes, sums = ctx.saved_tensors
-    stats = ShardStats(maxes, sums, sums[:0])
+    logits, columns, stats = saved
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     with plain(logits.device):
-        idle = torch.ones_like(sums[0], dtype=torch.bool)
-        if grad_logprobs is None:
-            columns = columns[:, :0]
-            weights = sums.new_zeros(sums.shape[1], 0)
-        else:
-            upstream = grad_logprobs.reshape(columns.shape).masked_fill(columns == _ids.IGNORED, 0)
-            idle &= (upstream == 0).all(1)
-            # a bad id anywhere on the row is a NaN there, wherever its gradient is not 0
-            weights = (upstream / spec.temperature).masked_fill(
-                (columns == _ids.BAD) & (upstream != 0), NAN
-            )
-        entropy_weight = None
-        if grad_entropy is not None:
-            entropy_weight = grad_entropy.reshape(-1) / spec.temperature
-            idle &= entropy_weight == 0
-        skip = idle | _stats.undefined(stats, 1)
         spec.implementation.token_grad(
             as_rows(logits),
             stats,
             columns,
-            weights,
-            entropy_weight,
-            skip,
-            out.view(skip.shape[0], logits.shape[-1]),
+            grad_logprobs,
+            grad_entropy,
+            out.view(stats.shape[1], logits.shape[-1]),
             spec.temperature,
         )
     return out
+
+
+def _keep(ctx: Ctx, saved: Saved, spec: TokenSpec) -> None:
+    ctx.spec = spec
+    ctx.save_for_backward(*saved)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Ctx, lp: Tensor | None, h: Tensor | None) -> Tensor | None:
+
+    return (
+        None if lp is None and h is None else backward(Saved(*ctx.saved_tensors), lp, h, ctx.spec)
+    )
 
 
 class Logprobs(torch.autograd.Function):
@@ -93,14 +106,14 @@ class Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Ctx, logits: Tensor, index: Tensor, spec: TokenSpec) -> Tensor:
-        with plain(logits.device):
-            stats, chosen, columns = _token_forward(ctx, logits, index, spec, entropy=False)
-            return _token_values(stats, chosen, columns, spec.temperature)
+        values, saved = forward(logits, index, spec, entropy=False)
+        _keep(ctx, saved, spec)
+        return values.logprobs
 
     @staticmethod
     @once
     def backward(ctx: Ctx, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return _token_backward(ctx, grad, None), None, None
+        return _backward(ctx, grad, None), None, None
 
 
 class Entropy(torch.autograd.Function):
@@ -108,16 +121,15 @@ class Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Ctx, logits: Tensor, spec: TokenSpec) -> Tensor:
-        with plain(logits.device):
-            rows = logits.shape[:-1].numel()
-            none = torch.empty(rows, 0, dtype=torch.int64, device=logits.device)
-            stats, _, _ = _token_forward(ctx, logits, none, spec, entropy=True)
-            return spec.implementation.finish_entropy(stats)
+        values, saved = forward(logits, None, spec, entropy=True)
+        _keep(ctx, saved, spec)
+        assert values.entropies is not None
+        return values.entropies
 
     @staticmethod
     @once
     def backward(ctx: Ctx, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return _token_backward(ctx, None, grad), None
+        return _backward(ctx, None, grad), None
 
 
 class LogprobsAndEntropy(torch.autograd.Function):
@@ -125,14 +137,14 @@ class LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Ctx, logits: Tensor, index: Tensor, spec: TokenSpec) -> tuple[Tensor, Tensor]:
-        with plain(logits.device):
-            stats, chosen, columns = _token_forward(ctx, logits, index, spec, entropy=True)
-            values = _token_values(stats, chosen, columns, spec.temperature)
-            return values, spec.implementation.finish_entropy(stats)
+        values, saved = forward(logits, index, spec, entropy=True)
+        _keep(ctx, saved, spec)
+        assert values.entropies is not None
+        return values.logprobs, values.entropies
 
     @staticmethod
     @once
     def backward(
         ctx: Ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
-        return _token_backward(ctx, grad_logprobs, grad_entropy), None, None
+        return _backward(ctx, grad_logprobs, grad_entropy), None, None

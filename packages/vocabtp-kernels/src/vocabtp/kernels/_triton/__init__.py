@@ -1,17 +1,17 @@
 """Every op as Triton kernels: one read of each logit forward, one read and one write a gradient."""
 
 from vocabtp.kernels._triton.fallback import UNLESS_BROKEN
-from vocabtp.kernels._triton.finish import finish_entropy, finish_kl, finish_terms, pair_scale
+from vocabtp.kernels._triton.finish import finish_kl, finish_terms, pair_scale
 from vocabtp.kernels._triton.jsd import jsd_grad, jsd_terms, pair_stats
 from vocabtp.kernels._triton.kl import kl_grad, kl_stats, kl_terms
 from vocabtp.kernels._triton.launch import obstacle
-from vocabtp.kernels._triton.tokens import token_grad, token_stats
+from vocabtp.kernels._triton.tokens import finish_tokens, token_grad, token_stats
 
 __all__ = [
     "UNLESS_BROKEN",
-    "finish_entropy",
     "finish_kl",
     "finish_terms",
+    "finish_tokens",
     "jsd_grad",
     "jsd_terms",
     "kl_grad",

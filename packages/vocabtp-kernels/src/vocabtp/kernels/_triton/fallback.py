@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "token_stats": tokens.token_stats,
+    "finish_tokens": tokens.finish_tokens,
     "token_grad": tokens.token_grad,
     "kl_stats": kl.kl_stats,
     "kl_terms": kl.kl_terms,
@@ -23,7 +24,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "pair_stats": jsd.pair_stats,
     "jsd_terms": jsd.jsd_terms,
     "jsd_grad": jsd.jsd_grad,
-    "finish_entropy": finish.finish_entropy,
     "finish_kl": finish.finish_kl,
     "finish_terms": finish.finish_terms,
     "pair_scale": finish.pair_scale,

@@ -33,11 +33,6 @@ def _finish(kind: str, stats: ShardStats, terms: Tensor | None, scale: float) ->
     return out
 
 
-def finish_entropy(stats: ShardStats) -> Tensor:
-    """H = log S - W / S `[N]`; 0 / 0 makes an undefined row NaN."""
-    return _finish("entropy", stats, None, 1.0)
-
-
 def finish_kl(stats: ShardStats) -> Tensor:
     """KL(A || B) = W / S_a + log(S_b / S_a) `[N]`, +inf outside B's support, NaN before that."""
     return _finish("kl", stats, None, 1.0)

@@ -20,9 +20,7 @@ def finish_kernel(
     live = row < rows
     s_a = tl.load(sum_ptr + row, mask=live, other=1.0)
     second = tl.load(sum_ptr + rows + row, mask=live, other=1.0)
-    if KIND == "entropy":
-        value = tl.log(s_a) - second / s_a
-    elif KIND == "kl":
+    if KIND == "kl":
         weighted = tl.load(sum_ptr + 2 * rows + row, mask=live, other=0.0)
         value = weighted / s_a + tl.log(second / s_a)
         flag = tl.load(flag_ptr + row, mask=live, other=0.0)

@@ -10,136 +10,229 @@ import torch
 import triton
 from torch import Tensor
 
+from vocabtp.kernels._ids import Bounds, Watch
 from vocabtp.kernels._rows import Rows
-from vocabtp.kernels._stats import ShardStats
+from vocabtp.kernels._stats import ShardStats, TokenShard, TokenValues
 from vocabtp.kernels._triton import launch
+from vocabtp.kernels._triton.ids_kernels import finish_tokens_kernel, resolve_kernel, weights_kernel
 from vocabtp.kernels._triton.merge import merge_stats
-from vocabtp.kernels._triton.tokens_kernels import (
-    chosen_grad_kernel,
-    chosen_kernel,
-    token_grad_kernel,
-    token_stats_kernel,
-    total_kernel,
-)
+from vocabtp.kernels._triton.tokens_kernels import token_grad_kernel, token_stats_kernel
 
 _LOG2E = 1.4426950408889634
+# ids that a program takes at once
+_IDS = 256
+
+
+def _tile(rows: int, ids: int) -> tuple[int, int]:
+    """Rows and ids of a program of one warp."""
+    block = min(_IDS, triton.next_power_of_2(max(ids, 1)))
+    return min(launch.row_block(rows), max(1, 128 // block)), block
 
 
 def token_stats(
-    logits: Rows, columns: Tensor, dtype: torch.dtype, temperature: float, *, entropy: bool
-) -> tuple[ShardStats, Tensor]:
-    """One read: `(m; S)` or `(m; S, W)`, and the logits at `columns` `[N, K]`, 0 where < 0."""
+    logits: Rows,
+    ids: Tensor,
+    bounds: Bounds,
+    dtype: torch.dtype,
+    temperature: float,
+    *,
+    entropy: bool,
+    merged: bool,
+    watch: Watch | None,
+) -> TokenShard:
+    """One read: `(m; S)` or `(m; S, W)`, and the logits at `ids` `[N, K]`, 0 where not here.
+
+    Ids come first, so that the device has the read left to do when a host waits for them.
+    """
+    columns, chosen, codes = _resolve(logits, ids, bounds, dtype, watch)
     rows, cols, device = logits.num_rows, logits.num_cols, logits.device
     out = torch.empty(3 if entropy else 2, rows, dtype=dtype, device=device)
-    stats = ShardStats(out[:1], out[1:], out[:0])
+    part = out
     if rows == 0 or cols == 0:
         out[:1].fill_(-float("inf"))
         out[1:].fill_(0.0)
-        return stats, torch.zeros(columns.shape, dtype=dtype, device=device)
-    cut = launch.segments(cols)
-    part = launch.partials(out, cut)
-    c, inv_t = _LOG2E / temperature, 1.0 / temperature
-    launch.run(
-        token_stats_kernel,
-        rows * cut.number,
-        device,
-        logits.blocks,
-        part,
-        rows,
-        cols,
-        *cut,
-        *launch.strides(logits),
-        c,
-        inv_t,
-        ENTROPY=entropy,
-        TILE=launch.TILE,
-        **launch.READ,
-    )
-    merge_stats(part, out, c, inv_t, sides=1, weighted=entropy, flags=False)
-    chosen = torch.empty(columns.shape, dtype=dtype, device=device)
-    ids = columns.shape[1]
-    if ids:
+    else:
+        cut = launch.segments(cols)
+        part = launch.partials(out, cut)
+        c, inv_t = _LOG2E / temperature, 1.0 / temperature
         launch.run(
-            chosen_kernel,
-            rows,
+            token_stats_kernel,
+            rows * cut.number,
             device,
             logits.blocks,
-            columns.contiguous(),
-            chosen,
-            ids,
+            part,
+            rows,
+            cols,
+            *cut,
             *launch.strides(logits),
-            BLOCK=min(256, triton.next_power_of_2(ids)),
+            c,
+            inv_t,
+            ENTROPY=entropy,
+            TILE=launch.TILE,
+            **launch.READ,
+        )
+        if merged:
+            merge_stats(part, out, c, inv_t, sides=1, weighted=entropy, flags=False)
+            part = out
+    parts = (part if part.dim() == 3 else part[:, None]).transpose(0, 1)
+    return TokenShard(ShardStats(parts[:, :1], parts[:, 1:], codes), columns, chosen)
+
+
+def _resolve(
+    logits: Rows, ids: Tensor, bounds: Bounds, dtype: torch.dtype, watch: Watch | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns and chosen logits `[N, K]`, and codes `[1, 1, N]` of bad ids (none without ids)."""
+    number, rows, device = ids.shape[1], logits.num_rows, logits.device
+    columns = torch.empty(ids.shape, dtype=torch.int32, device=device)
+    chosen = torch.empty(ids.shape, dtype=dtype, device=device)
+    codes = torch.empty(1, min(number, 1), rows, dtype=dtype, device=device)
+    if rows and number:
+        cell = None if watch is None else watch.cell
+        size, block = _tile(rows, number)
+        launch.run(
+            resolve_kernel,
+            triton.cdiv(rows, size),
+            device,
+            logits.blocks,
+            ids,
+            columns,
+            chosen,
+            codes,
+            columns if cell is None else cell,
+            rows,
+            number,
+            logits.num_cols,
+            *launch.strides(logits),
+            *ids.stride(),
+            *bounds,
+            CELL=cell is not None,
+            ROWS=size,
+            BLOCK=block,
             num_warps=1,
         )
-    return stats, chosen
+        if watch is not None:
+            watch.known(codes[:, 0], stored=cell is not None)
+    return columns, chosen, codes
 
 
-def _total(weights: Tensor, rows: int) -> Tensor:
-    ids = weights.shape[1]
-    if ids == 1:
-        return weights
-    total = weights.new_empty(rows)
-    block = launch.row_block(rows)
-    programs = triton.cdiv(rows, block)
+def finish_tokens(
+    stats: ShardStats,
+    chosen: Tensor,
+    columns: Tensor,
+    temperature: float,
+    *,
+    entropy: bool,
+    watch: Watch | None,
+) -> TokenValues:
+    """Merge `[P, *, N]` and finish, in one launch; `columns` of rows with a bad id become BAD."""
+    rows, ids = columns.shape
+    out = stats.sums.new_empty(3 if entropy else 2, rows)
+    entropies = out.new_empty(rows) if entropy else None
+    values = out.new_empty(rows, ids)
+    if rows:
+        cell = None if watch is None else watch.cell
+        size, block = _tile(rows, ids)
+        launch.run(
+            finish_tokens_kernel,
+            triton.cdiv(rows, size),
+            out.device,
+            stats.maxes,
+            stats.sums,
+            stats.flags if ids else out,
+            chosen.contiguous(),
+            columns,
+            out,
+            values,
+            values if entropies is None else entropies,
+            out if cell is None else cell,
+            rows,
+            ids,
+            stats.sums.shape[0],
+            *stats.sums.stride()[:2],
+            stats.flags.shape[0] if ids else 0,
+            stats.flags.stride(0),
+            _LOG2E / temperature,
+            1.0 / temperature,
+            ENTROPY=entropy,
+            CELL=cell is not None,
+            ROWS=size,
+            BLOCK=block,
+            num_warps=1,
+        )
+        if watch is not None:
+            watch.known(stats.flags[:, 0], stored=cell is not None)
+    return TokenValues(values, entropies, out)
+
+
+def _weigh(columns: Tensor, grad: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """What a row's ids weigh and whether they do `[2, N]`, and what each id's column does."""
+    rows, ids = columns.shape
+    sums = grad.new_empty(2, rows)
+    weights = grad.new_empty(rows, ids)
+    block = min(_IDS, triton.next_power_of_2(ids))
+    tiles = triton.cdiv(ids, block)
     launch.run(
-        total_kernel, programs, weights.device, weights, total, rows, ids, BLOCK=block, num_warps=4
+        weights_kernel,
+        rows * tiles,
+        grad.device,
+        columns,
+        grad,
+        sums,
+        weights,
+        rows,
+        ids,
+        tiles,
+        *grad.stride(),
+        1.0 / temperature,
+        BLOCK=block,
+        num_warps=1,
     )
-    return total
+    return sums, weights
 
 
 def token_grad(
     logits: Rows,
-    stats: ShardStats,
+    stats: Tensor,
     columns: Tensor,
-    weights: Tensor,
-    entropy_weight: Tensor | None,
-    skip: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
     out: Tensor,
     temperature: float,
 ) -> None:
     """One read, one write: `sum_k w_k (onehot_k - p) - w_h p (log p + H)` into `out` `[N, L]`."""
-    rows, cols, device, ids = logits.num_rows, logits.num_cols, logits.device, columns.shape[1]
+    rows, cols = logits.num_rows, logits.num_cols
+    ids = 0 if grad_logprobs is None else columns.shape[1]
     if rows == 0 or cols == 0:
         return
-    columns, weights = columns.contiguous(), weights.contiguous()
-    total = _total(weights, rows)
+    upstream = weights = stats
+    if grad_logprobs is not None and ids:
+        upstream = grad_logprobs
+        if ids > 1:
+            upstream, weights = _weigh(columns, grad_logprobs, temperature)
     blocks = triton.cdiv(cols, launch.BLOCK)
-    shared = (
-        logits.blocks,
-        out,
-        stats.maxes,
-        stats.sums,
-        skip,
-        columns,
-        weights,
-        total,
-        total if entropy_weight is None else entropy_weight.contiguous(),
-        rows,
-        cols,
-    )
-    scales = (*launch.strides(logits), _LOG2E / temperature, 1.0 / temperature)
     launch.run(
         token_grad_kernel,
         rows * blocks,
-        device,
-        *shared,
+        logits.device,
+        logits.blocks,
+        out,
+        stats,
+        columns,
+        upstream,
+        weights,
+        stats if grad_entropy is None else grad_entropy,
+        rows,
+        cols,
         blocks,
         ids,
-        *scales,
-        ENTROPY=entropy_weight is not None,
-        ONE_ID=ids == 1,
+        *launch.strides(logits),
+        upstream.stride(0),
+        0 if grad_entropy is None else grad_entropy.stride(0),
+        _LOG2E / temperature,
+        1.0 / temperature,
+        ENTROPY=grad_entropy is not None,
+        IDS=min(ids, 2),
         BLOCK=launch.BLOCK,
+        SOME=min(_IDS, triton.next_power_of_2(max(ids, 1))),
         **launch.WRITE,
     )
-    if ids > 1:
-        launch.run(
-            chosen_grad_kernel,
-            rows,
-            device,
-            *shared,
-            ids,
-            *scales,
-            ENTROPY=entropy_weight is not None,
-            BLOCK=min(256, triton.next_power_of_2(ids)),
-            num_warps=4,
-        )

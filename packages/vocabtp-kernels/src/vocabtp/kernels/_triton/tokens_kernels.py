@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from vocabtp.kernels._triton.ids_kernels import BAD, IGNORED
 from vocabtp.kernels._triton.online import (
     LOWEST,
     fold,
@@ -86,21 +87,6 @@ def token_stats_kernel(
         tl.store(out + 2 * plane, sum_ * inv_t)
 
 
-@triton.jit(do_not_specialize=["inner", "ids"])
-def chosen_kernel(
-    x_ptr, column_ptr, out_ptr, ids, inner, stride_outer, stride_inner, BLOCK: tl.constexpr
-):
-    """The logits at a row's columns, 0 where a column is < 0."""
-    row = tl.program_id(0)
-    x_ptr += row_offset(row, inner, stride_outer, stride_inner)
-    for first in range(0, ids, BLOCK):
-        k = first + tl.arange(0, BLOCK)
-        at = row.to(tl.int64) * ids + k
-        column = tl.load(column_ptr + at, mask=k < ids, other=-1)
-        x = tl.load(x_ptr + column, mask=column >= 0, other=0.0).to(tl.float32)
-        tl.store(out_ptr + at, x, mask=k < ids)
-
-
 @triton.jit
 def _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY: tl.constexpr):
     """-p (w_h (log p + H) + sum of the ids' weights)."""
@@ -111,16 +97,39 @@ def _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY: tl.constex
     return -(e * inv_s) * total
 
 
-@triton.jit(do_not_specialize=["rows", "inner", "blocks", "ids"])
+@triton.jit
+def _upstream(
+    row, s, column_ptr, grad_ptr, grad_row, entropy_ptr, entropy_row, inv_t, rows,
+    ENTROPY: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Upstream gradients over T: of the entropy, of all ids, and whether the gradient is 0."""
+    idle = row >= 0
+    weight = 0.0
+    total = 0.0
+    if ENTROPY:
+        grad = tl.load(entropy_ptr + row.to(tl.int64) * entropy_row)
+        weight = grad * inv_t
+        idle = grad == 0.0
+    if IDS == 1:
+        column = tl.load(column_ptr + row)
+        grad = tl.load(grad_ptr + row.to(tl.int64) * grad_row)
+        grad = tl.where(column == IGNORED, 0.0, grad)
+        total = tl.where((column == BAD) & (grad != 0.0), float("nan"), grad * inv_t)
+        idle = idle & (grad == 0.0)
+    elif IDS == 2:
+        total = tl.load(grad_ptr + row)
+        idle = idle & (tl.load(grad_ptr + rows + row) == 0.0)
+    return weight, total, idle | (s == 0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "inner", "blocks", "ids", "grad_row", "entropy_row"])
 def token_grad_kernel(
     x_ptr,
     out_ptr,
-    max_ptr,
-    sum_ptr,
-    skip_ptr,
+    stats_ptr,
     column_ptr,
+    grad_ptr,
     weight_ptr,
-    total_ptr,
     entropy_ptr,
     rows,
     cols,
@@ -129,85 +138,48 @@ def token_grad_kernel(
     inner,
     stride_outer,
     stride_inner,
+    grad_row,
+    entropy_row,
     c,
     inv_t,
     ENTROPY: tl.constexpr,
-    ONE_ID: tl.constexpr,
+    IDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
 ):
+    """`IDS` is 0, 1, or 2 for many: then `weights_kernel` has been, and `grad_ptr` its sums."""
     row = tl.program_id(0) // blocks
-    at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    begin = (tl.program_id(0) % blocks) * BLOCK
+    at = begin + tl.arange(0, BLOCK)
     # before all else: nothing waits for anything then
-    x = load(x_ptr + row_offset(row, inner, stride_outer, stride_inner), at, cols, True)
-    m, s, total = tl.load(max_ptr + row), tl.load(sum_ptr + row), tl.load(total_ptr + row)
+    x_ptr += row_offset(row, inner, stride_outer, stride_inner)
+    x = load(x_ptr, at, cols, True)
+    m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + rows + row)
+    weight, total, skip = _upstream(
+        row, s, column_ptr, grad_ptr, grad_row, entropy_ptr, entropy_row, inv_t, rows, ENTROPY, IDS
+    )
     centre = 0.0
-    weight = 0.0
     if ENTROPY:
-        centre = tl.load(sum_ptr + rows + row) / s
-        weight = tl.load(entropy_ptr + row)
+        centre = tl.load(stats_ptr + 2 * rows.to(tl.int64) + row) / s
+    out_ptr += row.to(tl.int64) * cols
     grad = tl.zeros([BLOCK], tl.float32)
-    if tl.load(skip_ptr + row) == 0:
+    if not skip:
         grad = _grad_of_p(x, m, 1.0 / s, centre, weight, total, c, inv_t, ENTROPY)
-        if ONE_ID:
-            chosen = at == tl.load(column_ptr + row).to(tl.int32)
-            grad = tl.where(chosen, grad + tl.load(weight_ptr + row), grad)
-    tl.store(out_ptr + row.to(tl.int64) * cols + at, grad, mask=at < cols)
-
-
-@triton.jit(do_not_specialize=["rows", "inner", "ids"])
-def chosen_grad_kernel(
-    x_ptr,
-    out_ptr,
-    max_ptr,
-    sum_ptr,
-    skip_ptr,
-    column_ptr,
-    weight_ptr,
-    total_ptr,
-    entropy_ptr,
-    rows,
-    cols,
-    ids,
-    inner,
-    stride_outer,
-    stride_inner,
-    c,
-    inv_t,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The gradient at a row's columns once more, with all their weights added before the cast.
-
-    Every id that names a column writes the same bits there: the weights are added in the ids'
-    order.
-    """
-    row = tl.program_id(0)
-    if tl.load(skip_ptr + row) == 0:
-        x_ptr += row_offset(row, inner, stride_outer, stride_inner)
-        m, s = tl.load(max_ptr + row), tl.load(sum_ptr + row)
-        total = tl.load(total_ptr + row)
-        centre = 0.0
-        weight = 0.0
-        if ENTROPY:
-            centre = tl.load(sum_ptr + rows + row) / s
-            weight = tl.load(entropy_ptr + row)
-        first = row.to(tl.int64) * ids
-        for start in range(0, ids, BLOCK):
-            k = start + tl.arange(0, BLOCK)
-            mine = tl.load(column_ptr + first + k, mask=k < ids, other=-1)
-            x = tl.load(x_ptr + mine, mask=mine >= 0, other=0.0).to(tl.float32)
-            grad = _grad_of_p(x, m, 1.0 / s, centre, weight, total, c, inv_t, ENTROPY)
-            for j in range(ids):
-                other = tl.load(column_ptr + first + j)
-                grad = tl.where(mine == other, grad + tl.load(weight_ptr + first + j), grad)
-            tl.store(out_ptr + row.to(tl.int64) * cols + mine, grad, mask=mine >= 0)
-
-
-@triton.jit(do_not_specialize=["rows", "ids"])
-def total_kernel(weight_ptr, out_ptr, rows, ids, BLOCK: tl.constexpr):
-    """The sum of a row's weights, in the ids' order."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for k in range(ids):
-        total += tl.load(weight_ptr + row.to(tl.int64) * ids + k, mask=row < rows, other=0.0)
-    tl.store(out_ptr + row, total, mask=row < rows)
+        if IDS == 1:
+            grad = tl.where(at == tl.load(column_ptr + row), grad + total, grad)
+    tl.store(out_ptr + at, grad, mask=at < cols)
+    if IDS == 2:  # noqa: SIM102 - one is the compiler's, the other the device's
+        if not skip:
+            # while the block is near: its columns with ids once more
+            tl.debug_barrier()
+            first = row.to(tl.int64) * ids
+            column_ptr += first
+            weight_ptr += first
+            for start in range(0, ids, SOME):
+                k = start + tl.arange(0, SOME)
+                column = tl.load(column_ptr + k, mask=k < ids, other=-1)
+                mine = (column >= begin) & (column < begin + BLOCK)
+                near = tl.load(x_ptr + column, mask=mine, other=0.0).to(tl.float32)
+                own = _grad_of_p(near, m, 1.0 / s, centre, weight, total, c, inv_t, ENTROPY)
+                own += tl.load(weight_ptr + k, mask=mine, other=0.0)
+                tl.store(out_ptr + column, own, mask=mine)

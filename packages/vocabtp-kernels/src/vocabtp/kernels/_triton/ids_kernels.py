@@ -1,0 +1,205 @@
+"""The device side of ids: which columns they are, their values, what each of them weighs."""
+
+import triton
+import triton.language as tl
+
+from vocabtp.kernels import _ids
+from vocabtp.kernels._triton.online import (
+    LOWEST,
+    finite_max,
+    moved,
+    moved_weighted,
+    row_offset,
+    seen_max,
+)
+
+ELSEWHERE = tl.constexpr(_ids.ELSEWHERE)
+IGNORED = tl.constexpr(_ids.IGNORED)
+BAD = tl.constexpr(_ids.BAD)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "ids", "inner", "id_row", "id_step", "ignore", "start", "size"]
+)
+def resolve_kernel(
+    x_ptr,
+    id_ptr,
+    column_ptr,
+    chosen_ptr,
+    code_ptr,
+    cell_ptr,
+    rows,
+    ids,
+    cols,
+    inner,
+    stride_outer,
+    stride_inner,
+    id_row,
+    id_step,
+    ignore,
+    start,
+    size,
+    CELL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Columns, the logits there (0 where there is none), and the code of a row's first bad id."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    x_ptr += row_offset(row, inner, stride_outer, stride_inner)
+    first = row.to(tl.int64)
+    code = tl.zeros([ROWS], tl.float32)
+    for begin in range(0, ids, BLOCK):
+        k = begin + tl.arange(0, BLOCK)
+        here = live[:, None] & (k < ids)[None, :]
+        at = first[:, None] * id_row + k.to(tl.int64)[None, :] * id_step
+        id_ = tl.load(id_ptr + at, mask=here, other=0).to(tl.int64)
+        ignored = id_ == ignore
+        bad = here & (id_ != ignore) & ((id_ < 0) | (id_ >= size))
+        local = id_ - start
+        column = tl.where((local >= 0) & (local < cols), local, ELSEWHERE)
+        column = tl.where(ignored, IGNORED, tl.where(bad, BAD, column))
+        x = tl.load(x_ptr[:, None] + column, mask=here & (column >= 0), other=0.0)
+        at = first[:, None] * ids + k[None, :]
+        tl.store(column_ptr + at, column.to(tl.int32), mask=here)
+        tl.store(chosen_ptr + at, x.to(tl.float32), mask=here)
+        # never 0, whatever the id
+        named = tl.where(id_ >= 0, id_ + 1, id_).to(tl.float32)
+        lowest = tl.min(tl.where(bad, k[None, :], ids), 1)
+        named = tl.sum(tl.where(bad & (k[None, :] == lowest[:, None]), named, 0.0), 1)
+        code = tl.where(code == 0.0, named, code)
+    tl.store(code_ptr + row, code, mask=live)
+    if CELL:
+        tl.store(cell_ptr, 1, mask=tl.max((code != 0.0).to(tl.int32), 0) != 0)
+
+
+@triton.jit
+def _merge(
+    max_ptr,
+    sum_ptr,
+    row,
+    live,
+    parts,
+    part_stride,
+    plane,
+    c,
+    inv_t,
+    W: tl.constexpr,
+    N: tl.constexpr,
+):
+    """m, S and W of parts of a row, or of ranks, in their order."""
+    top = tl.full([N], LOWEST, tl.float32)
+    for part in range(parts):
+        top = tl.maximum(top, tl.load(max_ptr + part * part_stride + row, mask=live, other=0.0))
+    total = tl.zeros([N], tl.float32)
+    weighted = tl.zeros([N], tl.float32)
+    for part in range(parts):
+        at = part * part_stride + row
+        shift = finite_max(tl.load(max_ptr + at, mask=live, other=0.0))
+        shift = tl.maximum(shift - top, LOWEST)
+        s = tl.load(sum_ptr + at, mask=live, other=0.0)
+        total += moved(s, shift, c)
+        if W:
+            w = tl.load(sum_ptr + plane + at, mask=live, other=0.0)
+            weighted += moved_weighted(w, s, shift, 0.0, c, inv_t)
+    return seen_max(top, total), total, weighted
+
+
+@triton.jit(
+    do_not_specialize=["rows", "ids", "parts", "part_stride", "plane", "ranks", "rank_stride"]
+)
+def finish_tokens_kernel(
+    max_ptr,
+    sum_ptr,
+    code_ptr,
+    chosen_ptr,
+    column_ptr,
+    stats_ptr,
+    value_ptr,
+    entropy_ptr,
+    cell_ptr,
+    rows,
+    ids,
+    parts,
+    part_stride,
+    plane,
+    ranks,
+    rank_stride,
+    c,
+    inv_t,
+    ENTROPY: tl.constexpr,
+    CELL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Merged statistics, log p of the chosen logits, entropies; bad rows' columns become BAD."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    part_stride, plane = part_stride.to(tl.int64), plane.to(tl.int64)
+    m, s, w = _merge(
+        max_ptr, sum_ptr, row, live, parts, part_stride, plane, c, inv_t, ENTROPY, ROWS
+    )
+    first = row.to(tl.int64)
+    tl.store(stats_ptr + first, m, mask=live)
+    tl.store(stats_ptr + rows + first, s, mask=live)
+    log_s = tl.log(s)
+    if ENTROPY:
+        tl.store(stats_ptr + 2 * rows.to(tl.int64) + first, w, mask=live)
+        tl.store(entropy_ptr + first, log_s - w / s, mask=live)
+    bad = row < 0
+    for rank in range(ranks):
+        code = tl.load(code_ptr + rank * rank_stride.to(tl.int64) + row, mask=live, other=0.0)
+        bad = bad | (code != 0.0)
+    if CELL:
+        tl.store(cell_ptr, 1, mask=tl.max(bad.to(tl.int32), 0) != 0)
+    for begin in range(0, ids, BLOCK):
+        k = begin + tl.arange(0, BLOCK)
+        here = live[:, None] & (k < ids)[None, :]
+        at = first[:, None] * ids + k[None, :]
+        asked = tl.load(column_ptr + at, mask=here, other=IGNORED) != IGNORED
+        x = tl.load(chosen_ptr + at, mask=here, other=0.0)
+        value = (x - m[:, None]) * inv_t - log_s[:, None]
+        value = tl.where((bad | (s == 0.0))[:, None], float("nan"), value)
+        tl.store(value_ptr + at, tl.where(asked, value, 0.0), mask=here)
+        tl.store(column_ptr + at, BAD, mask=asked & bad[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "ids", "tiles", "grad_row", "grad_step"])
+def weights_kernel(
+    column_ptr,
+    grad_ptr,
+    sum_ptr,
+    weight_ptr,
+    rows,
+    ids,
+    tiles,
+    grad_row,
+    grad_step,
+    inv_t,
+    BLOCK: tl.constexpr,
+):
+    """What each id's column weighs in all, what a row's ids weigh, and whether anything asks.
+
+    Weights are added in the ids' order, so that every id that names a column has the same bits.
+    """
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    column_ptr += row * ids
+    grad_ptr += row * grad_row
+    k = tile * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(column_ptr + k, mask=k < ids, other=ELSEWHERE)
+    weight = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
+    asked = 0
+    for j in range(ids):
+        other = tl.load(column_ptr + j)
+        grad = tl.load(grad_ptr + j * grad_step.to(tl.int64))
+        weight = tl.where(mine == other, weight + grad, weight)
+        grad = tl.where(other == IGNORED, 0.0, grad)
+        asked = tl.where(grad != 0.0, 1, asked)
+        # a bad id anywhere on the row is a NaN there, wherever its gradient is not 0
+        total += tl.where((other == BAD) & (grad != 0.0), float("nan"), grad)
+    tl.store(weight_ptr + row * ids + k, weight * inv_t, mask=k < ids)
+    if tile == 0:
+        tl.store(sum_ptr + row, total * inv_t)
+        tl.store(sum_ptr + rows + row, tl.where(asked == 1, 1.0, 0.0))

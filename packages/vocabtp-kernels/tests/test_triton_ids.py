@@ -1,0 +1,173 @@
+"""Ids in the Triton kernels under the interpreter: what is asked, ignored, elsewhere and bad."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import vocabtp.kernels as vk
+from vocabtp.kernels import reference
+from vocabtp.kernels.testing import run_sharded
+
+NAN = float("nan")
+
+pytestmark = [
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    yield
+    vk.check_ids()
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Programs of so few ids that 40 are several of them."""
+    from vocabtp.kernels._triton import tokens
+
+    monkeypatch.setattr(tokens, "_IDS", 16)
+
+
+def logits(rows=3, width=70):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def both(call, x, *upstream):
+    """Values and gradient of a call in either implementation."""
+    results = []
+    for name in ("triton", "eager"):
+        leaf = x.clone().requires_grad_()
+        with vk.backend(name):
+            out = call(leaf)
+        out = out if isinstance(out, tuple) else (out,)
+        (grad,) = torch.autograd.grad(out, leaf, upstream or [torch.ones_like(v) for v in out])
+        results.append((*out, grad))
+    return zip(*results, strict=True)
+
+
+def same(pairs):
+    for mine, yardstick in pairs:
+        torch.testing.assert_close(mine, yardstick, rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_ids_of_every_dtype_and_layout(dtype):
+    x = logits()
+    ids = (torch.arange(12, dtype=dtype) % 70).view(4, 3)
+    for index in (ids.t(), ids.t()[:, 1:], ids[0], ids[:1].t().expand(3, 4)):
+        same(both(lambda leaf, index=index: vk.logprobs(leaf, index), x))
+
+
+@pytest.mark.parametrize("ignore", [-100, 7, 2**40])
+def test_what_is_ignored(ignore):
+    x = logits()
+    x[0, 5], x[1] = NAN, -float("inf")
+    ids = torch.tensor([[ignore, ignore], [ignore, 3], [3, ignore]])
+    call = vk.logprobs_and_entropy
+    same(both(lambda leaf: call(leaf, ids, ignore_index=ignore), x))
+    # nothing asks of the first row, whose NaN then stays where it is
+    with vk.backend("triton"):
+        leaf = x.requires_grad_()
+        vk.logprobs(leaf, ids, ignore_index=ignore).sum().backward()
+    assert (leaf.grad[:2] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [70, -1, 2**40, -(2**62)])
+def test_a_bad_id_in_any_tile_of_ids(bad, few):
+    ids = torch.zeros(3, 40, dtype=torch.int64)
+    ids[1, :20] = -100
+    ids[1, 30], ids[1, 31] = bad, 99
+    x = logits()
+    with vk.backend("triton"), pytest.raises(ValueError, match=r"position \[1\]; 1 of 3") as info:
+        vk.logprobs(x, ids)
+    assert (f"got {bad} " in str(info.value)) == (abs(bad) < 2**24)
+    call = vk.logprobs_and_entropy
+
+    def later(leaf, at):
+        out = call(leaf, ids[:, at : at + 4], validate_ids=False)
+        with pytest.raises(ValueError, match="1 of 3 rows"):
+            vk.check_ids()
+        return out
+
+    up = torch.ones(3, 4)
+    up[1] = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    for at in (28, 29):
+        # NaN only where a gradient asks for the row
+        same(both(lambda leaf, at=at: later(leaf, at), x, up, torch.zeros(3)))
+        same(both(lambda leaf, at=at: later(leaf, at), x, up * (up[:, :1] != 0), torch.ones(3)))
+
+
+def test_many_ids_and_upstream_of_any_stride(few):
+    x = logits(2)
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 70, (2, 40), generator=g)
+    ids[0, ::3] = -100
+    up = torch.randn(40, 4, generator=g)
+    for upstream in (up[:, :2].t(), up[:, ::2].t(), up[:1, :1].expand(2, 40)):
+        same(both(lambda leaf: vk.logprobs(leaf, ids), x, upstream))
+    one = ids[:, :1]
+    for upstream in (up[:2, 2:3], up[:1, :1].expand(2, 1)):
+        same(both(lambda leaf: vk.logprobs_and_entropy(leaf, one), x, upstream, up[3:5, 0]))
+    leaf = x.requires_grad_()
+    with vk.backend("triton"):
+        vk.logprobs(leaf, ids).backward(up[:, :2].t())
+    (right,) = reference.gradients(reference.logprobs, [x.detach()], [up[:, :2].t()], index=ids)
+    torch.testing.assert_close(leaf.grad.double(), right, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("many", [1, 3])
+def test_shards_and_a_bad_id_of_another_rank(many):
+    x = logits()
+    up = torch.randn(3, many, generator=torch.Generator().manual_seed(2))
+
+    def rank(name, exchange, a, b):
+        ids = torch.tensor([[0, 69, 30], [4, 4, -100], [69, 69, 2]])[:, :many].clone()
+        if exchange.rank == 1:
+            ids[2, -1] = 70
+        leaf = x[:, a:b].clone().requires_grad_()
+        more = {"exchange": exchange, "vocab_start": a, "vocab_size": 70}
+        with vk.backend(name):
+            lp, h = vk.logprobs_and_entropy(leaf, ids, validate_ids=False, **more)
+        (grad,) = torch.autograd.grad([lp, h], leaf, [up, up[:, 0]])
+        return lp, h, grad
+
+    results = []
+    for name in ("triton", "eager"):
+        results.append(run_sharded(partial(rank, name), [(0, 0), (0, 33), (33, 70)]))
+        with pytest.raises(ValueError, match=r"got 70 at position \[2\] on rank 1; 1 of 3 rows"):
+            vk.check_ids()
+    for one, other in zip(*results, strict=True):
+        assert one[0][2].isnan().all()
+        assert one[0][:2].isfinite().all()
+        same(zip(one, other, strict=True))
+
+
+def test_a_forward_is_three_launches_and_a_backward_one_or_two(monkeypatch):
+    from vocabtp.kernels._triton import launch
+
+    started = []
+    run = launch.run
+
+    def counted(kernel, *args, **options):
+        started.append(kernel.__name__)
+        run(kernel, *args, **options)
+
+    monkeypatch.setattr(launch, "run", counted)
+    x = logits().requires_grad_()
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    for call, forward, backward in (
+        (lambda: vk.entropy(x), 2, 1),
+        (lambda: vk.logprobs(x, ids[:, :1]), 3, 1),
+        (lambda: vk.logprobs(x, ids), 3, 2),
+        (lambda: vk.logprobs_and_entropy(x, ids[:, 0]), 3, 1),
+    ):
+        with vk.backend("triton"):
+            out = call()
+        assert len(started) == forward
+        started.clear()
+        sum(v.sum() for v in (out if isinstance(out, tuple) else (out,))).backward()
+        assert len(started) == backward
+        started.clear()
