@@ -15,6 +15,8 @@ from torch import Tensor
 # the numbers are 16 bytes apart: a kernel that takes one is compiled once for all of them
 _SPACING = 4
 _TABLE = 1024
+# how many a capture finds, at least, after any call that was not captured
+_RESERVE = 256
 
 
 class Flag:
@@ -47,15 +49,21 @@ _free: dict[torch.device, list[Flag]] = {}
 
 
 def take(device: torch.device) -> Flag | None:
-    """A flag that is down; None if there is no table and a capture forbids to allocate one."""
+    """A flag that is down; None on the CPU, or if a capture finds none left."""
+    if device.type == "cpu":
+        return None
     with _lock:
         free = _free.setdefault(device, [])
-        if not free:
-            if capturing(device):
-                return None
-            table = torch.zeros(_TABLE * _SPACING, dtype=torch.int32, pin_memory=True)
-            free.extend(Flag(cell, device) for cell in table.view(_TABLE, _SPACING)[:, :1])
-        return free.pop()
+        if len(free) < _RESERVE and not capturing(device):
+            free.extend(Flag(cell, device) for cell in _table())
+        return free.pop() if free else None
+
+
+def _table() -> Tensor:
+    # written in and out of inference mode, whatever the mode of the first call
+    with torch.inference_mode(False):
+        table = torch.zeros(_TABLE, _SPACING, dtype=torch.int32, device="cpu", pin_memory=True)
+        return table[:, :1]
 
 
 def give(flag: Flag) -> None:

@@ -73,7 +73,7 @@ class Watch:
         self.report = report
         self.device = device
         self.captured = _flags.capturing(device)
-        self._flag = None if device.type == "cpu" else _flags.take(device)
+        self._flag = _flags.take(device)
         self._codes: Tensor | None = None
 
     @property
@@ -93,10 +93,12 @@ class Watch:
 
     def file(self) -> None:
         """Leave the call to the next check; a captured one to every explicit check."""
-        if self._codes is None or (self._flag is None and self.device.type != "cpu"):
-            return
-        with _lock:
-            (_captured if self.captured else _pending).append(self)
+        if self._codes is None:  # no rows
+            if self._flag is not None:
+                _flags.give(self._flag)
+        elif self._flag is not None or self.device.type == "cpu":
+            with _lock:
+                (_captured if self.captured else _pending).append(self)
 
     def error(self) -> ValueError | None:
         """Waits until it is known whether there is a bad id; what to raise if there is."""

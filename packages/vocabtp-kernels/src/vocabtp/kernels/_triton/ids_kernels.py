@@ -80,7 +80,8 @@ def _merge(
     row,
     live,
     parts,
-    part_stride,
+    max_stride,
+    sum_stride,
     plane,
     c,
     inv_t,
@@ -90,23 +91,34 @@ def _merge(
     """m, S and W of parts of a row, or of ranks, in their order."""
     top = tl.full([N], LOWEST, tl.float32)
     for part in range(parts):
-        top = tl.maximum(top, tl.load(max_ptr + part * part_stride + row, mask=live, other=0.0))
+        at = part * max_stride.to(tl.int64) + row
+        top = tl.maximum(top, tl.load(max_ptr + at, mask=live, other=0.0))
     total = tl.zeros([N], tl.float32)
     weighted = tl.zeros([N], tl.float32)
     for part in range(parts):
-        at = part * part_stride + row
+        at = part * max_stride.to(tl.int64) + row
         shift = finite_max(tl.load(max_ptr + at, mask=live, other=0.0))
         shift = tl.maximum(shift - top, LOWEST)
+        at = part * sum_stride.to(tl.int64) + row
         s = tl.load(sum_ptr + at, mask=live, other=0.0)
         total += moved(s, shift, c)
         if W:
-            w = tl.load(sum_ptr + plane + at, mask=live, other=0.0)
+            w = tl.load(sum_ptr + plane.to(tl.int64) + at, mask=live, other=0.0)
             weighted += moved_weighted(w, s, shift, 0.0, c, inv_t)
     return seen_max(top, total), total, weighted
 
 
 @triton.jit(
-    do_not_specialize=["rows", "ids", "parts", "part_stride", "plane", "ranks", "rank_stride"]
+    do_not_specialize=[
+        "rows",
+        "ids",
+        "parts",
+        "max_stride",
+        "sum_stride",
+        "plane",
+        "ranks",
+        "rank_stride",
+    ]
 )
 def finish_tokens_kernel(
     max_ptr,
@@ -121,7 +133,8 @@ def finish_tokens_kernel(
     rows,
     ids,
     parts,
-    part_stride,
+    max_stride,
+    sum_stride,
     plane,
     ranks,
     rank_stride,
@@ -135,9 +148,8 @@ def finish_tokens_kernel(
     """Merged statistics, log p of the chosen logits, entropies; bad rows' columns become BAD."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    part_stride, plane = part_stride.to(tl.int64), plane.to(tl.int64)
     m, s, w = _merge(
-        max_ptr, sum_ptr, row, live, parts, part_stride, plane, c, inv_t, ENTROPY, ROWS
+        max_ptr, sum_ptr, row, live, parts, max_stride, sum_stride, plane, c, inv_t, ENTROPY, ROWS
     )
     first = row.to(tl.int64)
     tl.store(stats_ptr + first, m, mask=live)

@@ -126,6 +126,8 @@ def finish_tokens(
 ) -> TokenValues:
     """Merge `[P, *, N]` and finish, in one launch; `columns` of rows with a bad id become BAD."""
     rows, ids = columns.shape
+    if any(part.stride(-1) != 1 for part in stats):
+        stats = ShardStats(*(part.contiguous() for part in stats))
     out = stats.sums.new_empty(3 if entropy else 2, rows)
     entropies = out.new_empty(rows) if entropy else None
     values = out.new_empty(rows, ids)
@@ -148,6 +150,7 @@ def finish_tokens(
             rows,
             ids,
             stats.sums.shape[0],
+            stats.maxes.stride(0),
             *stats.sums.stride()[:2],
             stats.flags.shape[0] if ids else 0,
             stats.flags.stride(0),
