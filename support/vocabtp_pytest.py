@@ -1,7 +1,8 @@
-"""pytest plugin of this repository: run a function on N gloo ranks, with a deadline."""
+"""pytest plugin of this repository: run a function on N ranks, with a deadline."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import importlib.util
@@ -39,7 +40,19 @@ def _load(path: str, qualname: str):
     return obj
 
 
-def _entry(path, qualname, rank, world, root, limit, args):
+def _implementation(backend, device):
+    """The context in which a rank's calls of the kernels run on `backend`."""
+    if backend is None:
+        return contextlib.nullcontext()
+    import triton_interpreter
+    import vocabtp.kernels as vk
+
+    if backend == "triton" and device is None:
+        triton_interpreter.patch()
+    return vk.backend(backend)
+
+
+def _entry(path, qualname, rank, world, root, limit, backend, device, args):
     import torch
     import torch.distributed as dist
 
@@ -51,14 +64,18 @@ def _entry(path, qualname, rank, world, root, limit, args):
     faulthandler.dump_traceback_later(limit + 5, exit=True, file=stack)
     try:
         torch.set_num_threads(1)
+        if device is not None:
+            torch.accelerator.set_device_index(rank)
         dist.init_process_group(
-            "gloo",
+            "gloo" if device is None else dist.get_default_backend_for_device(device),
             store=dist.FileStore(f"{root}/store", world),
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=limit * 0.7),
+            device_id=None if device is None else torch.device(device, rank),
         )
-        result = _load(path, qualname)(rank, world, *args)
+        with _implementation(backend, device):
+            result = _load(path, qualname)(rank, world, *args)
         Path(f"{root}/out{rank}").write_bytes(pickle.dumps(result))
         # a rank that leaves early would reset its peers' connections mid-collective
         dist.barrier()
@@ -125,17 +142,19 @@ def ranks(tmp_path):
 
     `fn` is a module-level function. A rank that raises, dies or hangs fails the test within
     `limit` seconds with the error of every rank that has one and the stack of every rank that was
-    still running.
+    still running. `backend` chooses the implementation of vocabtp.kernels; `device` ("cuda") gives
+    each rank an accelerator of its own and the default group of that kind, gloo otherwise.
     """
 
-    def call(fn, world, *args, limit=60.0):
+    def call(fn, world, *args, limit=60.0, backend=None, device=None):
         ctx = mp.get_context("forkserver")
         ctx.set_forkserver_preload(_preload)
         root = str(tmp_path / f"ranks{time.monotonic_ns()}")
         os.makedirs(root)
         place = (fn.__code__.co_filename, fn.__qualname__)
+        how = (limit, backend, device)
         procs = [
-            ctx.Process(target=_entry, daemon=True, args=(*place, r, world, root, limit, args))
+            ctx.Process(target=_entry, daemon=True, args=(*place, r, world, root, *how, args))
             for r in range(world)
         ]
         if endings := _run(procs, limit):
@@ -181,6 +200,8 @@ def pytest_collection_modifyitems(config, items):
     if "torch.distributed.tensor" in sys.modules:
         # the first operation on a DTensor imports the second
         _preload.extend(["torch.distributed.tensor", "torch._dynamo"])
+    if "triton_interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        _preload.append("vocabtp.kernels._triton")
     wanted = config.getoption("markexpr")
     drop = [m for m in ("gpu", "full") if m not in wanted]
     if config.getoption("--full"):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import vocabtp.dist as vd
+from tp_places import at
 from vocabtp.dist.testing import ops, piece
 
 BOUNDS = [(0, 3), (3, 3), (3, 8)]
@@ -43,15 +44,15 @@ def kind(names):
     return "".join("g" if "gather" in n else "r" if n == "all_reduce" else "?" for n in names)
 
 
-def _count(rank, world):
+def _count(rank, world, place):
     """Collectives of every op without and with a shard, and of the backward."""
     G = dist.group.WORLD
     shard = vd.VocabShard(*BOUNDS[rank], V, G)
-    x = torch.randn(4, V, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1 if place.interpreted else 4, V, generator=torch.Generator().manual_seed(0))
     out = {}
     for title, op in ops().items():
         local = [piece(x * (i + 1), BOUNDS[rank], requires_grad=True) for i in range(op.sides)]
-        args = [*local, torch.arange(4)] if op.takes_ids else local
+        args = [*local, torch.arange(len(x))] if op.takes_ids else local
         for how, call in (("group", {"tp_group": G}), ("shard", {"shard": shard})):
             with counted() as forward:
                 value = op.sharded(*args, **op.options, **call)
@@ -59,7 +60,7 @@ def _count(rank, world):
             with counted() as backward:
                 sum(v.sum() for v in value).backward()
             out[title, how] = kind(forward), kind(backward)
-    keys = torch.arange(4)
+    keys = torch.arange(len(x))
     for name, options in {
         "sample": {},
         "top_k": {"top_k": 2, "top_p": 0.5, "min_p": 0.1},
@@ -82,8 +83,9 @@ def _count(rank, world):
     return out
 
 
-def test_number_of_collectives(ranks):
-    first, *others = ranks(_count, 3)
+@at(eager=[3], interpreted=[3], gpus=[])
+def test_number_of_collectives(tp):
+    first, *others = tp(_count)
     assert all(other == first for other in others)
     for title, op in ops().items():
         forward = "gr" if op.takes_ids else "g"

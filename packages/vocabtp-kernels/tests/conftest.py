@@ -4,17 +4,15 @@ Without an accelerator the Triton kernels run under Triton's interpreter, which 
 triton is imported.
 """
 
-import os
-
 import pytest
 import torch
 
-if not torch.accelerator.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import triton_interpreter
 import vocabtp.kernels as vk
 from vocabtp.kernels import reference
 from vocabtp.kernels.testing import OPS
+
+triton_interpreter.switch_on()
 
 
 class Call:
@@ -62,23 +60,7 @@ def threads():
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """Triton's interpreter, which cuts bits off where every chip rounds to the nearest bf16."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter as it
-
-    assert os.environ.get("TRITON_INTERPRET") == "1"
-    old = it.InterpreterBuilder.cast_impl
-
-    def cast_impl(self, src, dst):
-        if src.dtype.scalar != tl.float32 or dst.scalar != tl.bfloat16:
-            return old(self, src, dst)
-        bits = np.ascontiguousarray(src.data).view(np.uint32)
-        rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-        kept = np.where(np.isnan(src.data), (bits >> 16) | 0x40, rounded)
-        return it.TensorHandle(kept.astype(np.uint16), dst.scalar)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(it.InterpreterBuilder, "cast_impl", cast_impl)
-    yield
-    patch.undo()
+    """Triton's interpreter, rounding as chips do."""
+    with pytest.MonkeyPatch.context() as patch:
+        triton_interpreter.patch(patch.setattr)
+        yield

@@ -86,26 +86,35 @@ def _op(name: str, options: Mapping[str, Any]) -> Op:
     )
 
 
-def check_case(case: Case, bounds: tuple[int, int], dtype: torch.dtype, **call: Any) -> None:
+def check_case(
+    case: Case,
+    bounds: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    **call: Any,
+) -> None:
     """Run one of `vocabtp.kernels.testing.CASES` on this rank's columns, see `check_op`.
 
     Args:
         case: the op and its input.
         bounds: this rank's columns.
         dtype: of the logits.
+        device: where.
         **call: `tp_group`, `shard` or bounds, handed to the op.
 
     Raises:
         AssertionError: as `check_op`.
     """
-    inputs = case.make().to(dtype, "cpu")
+    inputs = case.make().to(dtype, device)
     op = _op(case.function, case.options)
     sides = case.logits(inputs)
     index = inputs.index if case.takes_ids else None
     upstream = case.upstream(inputs, truth_of(case, inputs).values)
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
     try:
-        check_op(op, sides, bounds, [g.to(accumulate) for g in upstream], index=index, **call)
+        gradients = [g.to(device, accumulate) for g in upstream]
+        check_op(op, sides, bounds, gradients, index=index, **call)
     except AssertionError as error:
         error.add_note(case.name)
         raise
@@ -155,7 +164,7 @@ def check_op(
         bounds: this rank's columns.
         upstream: gradient of each output of the op.
         index: ids, for an op that takes them.
-        slack: how many times the single-device op's own error is allowed.
+        slack: how many times the error of the eager single-device op is allowed.
         **call: `tp_group`, `shard` or bounds, handed to the op.
 
     Returns:
@@ -174,7 +183,8 @@ def check_op(
         same = (x == old) | (x.isnan() & old.isnan())
         assert bool(same.all()), "an input was written"
     whole = [x.detach().clone().requires_grad_() for x in logits]
-    dense = _tuple(op.dense(*whole, *ids, **op.options))
+    with kernels.backend("eager"):
+        dense = _tuple(op.dense(*whole, *ids, **op.options))
     dense_grads = torch.autograd.grad(dense, whole, upstream)
     truth = _tuple(op.truth(*[x.double() for x in logits], *ids, **op.options))
     true_grads = reference.gradients(op.truth, logits, upstream, index=index, **op.options)
@@ -193,9 +203,10 @@ def check_op(
 
 
 def _floor(truth: Tensor) -> float:
-    """Four roundings of the largest finite number: what merging shards may add."""
+    """Four roundings of the largest finite number, 1 at least: what merging shards may add."""
     finite = truth[truth.isfinite()].abs()
-    return 4 * torch.finfo(torch.float32).eps * float(finite.max()) if finite.numel() else 0.0
+    size = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    return 4 * torch.finfo(torch.float32).eps * size
 
 
 def _tuple(x: Any) -> tuple[Tensor, ...]:
