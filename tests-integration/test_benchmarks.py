@@ -14,11 +14,13 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = str(ROOT / "benchmarks")
 sys.path.append(BENCHMARKS)
 
+import arms  # noqa: E402
 import cases  # noqa: E402
 import ops  # noqa: E402
 import plot  # noqa: E402
 import results  # noqa: E402
 import timing  # noqa: E402
+import verdict  # noqa: E402
 
 FIELDS = {
     *("kind", "op", "mode", "arm", "dtype", "layout", "rows", "cols", "world", "device", "run"),
@@ -102,6 +104,32 @@ def test_a_wrong_arm_is_shown_as_wrong_and_not_timed(tmp_path, capsys, monkeypat
         assert "median_ms" not in shown[key]
         assert f"| {status} |" in printed
     assert all(r["status"] == "ok" for key, r in found.items() if key[2] == "eager")
+
+
+def test_an_arm_that_returns_the_mean_is_judged_as_such(tmp_path, monkeypatch):
+    def library(device):
+        loss = {
+            "forward_kl": lambda p, q: cases.dense_forward_kl(p, q).mean(),
+            "reverse_kl": lambda p, q: cases.dense_reverse_kl(p, q).sum(),
+        }
+        return arms.Arm(loss, modes=cases.MODES[:2], mean=True)
+
+    monkeypatch.setitem(arms._FINDERS, "liger", (None, library))
+    found = measure(tmp_path / "a.json", "--only=liger,float32,contiguous")
+    assert {key[:2]: r["status"] for key, r in found.items()} == {
+        ("forward_kl", "forward"): "ok",
+        ("forward_kl", "train"): "ok",
+        ("reverse_kl", "forward"): "wrong",
+        ("reverse_kl", "train"): "wrong",
+    }
+
+
+def test_an_error_that_is_nan_is_the_worst():
+    nan = float("nan")
+    assert str(verdict.worst([1.0, nan])) == str(verdict.worst([nan, 1.0])) == "nan"
+    assert "nan" in str(verdict.complaint(0.0, nan, torch.float32))
+    assert verdict.complaint(1e-6, 1e-2, torch.bfloat16) is None
+    assert verdict.complaint(1e-6, 1e-2, torch.float32) is not None
 
 
 def test_parts_come_together_and_what_is_there_is_not_measured_again(tmp_path):
@@ -205,12 +233,19 @@ def shards_on_a_rank(rank, world, options):
     import shards
 
     args = argparse.Namespace(tp=world, quick=True, rows=5, cols=130, **options)
-    return shards.measure(args, torch.device("cpu"))
+    found = shards.measure(args, torch.device("cpu"))
+    dense = shards.dense_jsd
+    shards.dense_jsd = lambda p, q, beta: dense(p, q, beta) * (1 + 0.01 * rank)
+    return found, shards.measure(args, torch.device("cpu"))
 
 
 def test_shards_are_judged_and_timed_with_the_slowest_rank(ranks):
-    found, same = ranks(shards_on_a_rank, 2, {"dtype": "bfloat16"})
-    assert found == same
+    (found, wrong), same = ranks(shards_on_a_rank, 2, {"dtype": "bfloat16"})
+    # wrong on one rank alone, and not timed on any
+    assert [r["status"] for r in wrong] == [r["status"] for r in same[1]] == ["wrong", "ok"]
+    assert "median_ms" not in wrong[0]
+    assert wrong[0]["note"] == "values are off by 1.0e-02 of the largest, at most 1e-04"
+    assert found == same[0]
     assert [(r["op"], r["arm"]) for r in found] == [
         ("jsd", "gather + dense"),
         ("jsd", "eager shards"),
