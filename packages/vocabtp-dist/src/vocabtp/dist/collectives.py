@@ -7,12 +7,16 @@ Letters: `R` ranks, `*` any shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from vocabtp import kernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,6 +113,11 @@ class GroupExchange:
 
     group: ProcessGroup | None
 
+    @property
+    def compiled_name(self) -> str:
+        """Its name in a compiled graph: that of the group, as for torch's own collectives there."""
+        return f"{_KIND}:{'' if self.group is None else self.group.group_name}"
+
     def gather(self, x: Tensor) -> Tensor:
         """`[*]` -> `[R, *]` in rank order, the same on all ranks."""
         return all_gather(x, self.group)
@@ -116,3 +125,16 @@ class GroupExchange:
     def sum(self, x: Tensor) -> Tensor:
         """Elementwise sum over ranks."""
         return all_sum(x, self.group)
+
+
+_KIND = "group"
+
+
+def _of_group(name: str) -> GroupExchange:
+    """The exchange over the group that torch.distributed knows by this name."""
+    # as torch's own collectives in compiled graphs find theirs
+    find: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
+    return GroupExchange(find(name) if name else None)
+
+
+kernels.name_exchanges(_KIND, _of_group)

@@ -5,7 +5,7 @@ and `testing` holds the cases that every implementation of them must pass.
 """
 
 from vocabtp.kernels._backend import backend, which_backend
-from vocabtp.kernels._exchange import LOCAL, Exchange
+from vocabtp.kernels._exchange import LOCAL, Exchange, name_exchanges
 from vocabtp.kernels._ids import check_ids
 from vocabtp.kernels._stats import ShardStats
 from vocabtp.kernels._version import __version__
@@ -23,5 +23,6 @@ __all__ = [
     "kl_div",
     "logprobs",
     "logprobs_and_entropy",
+    "name_exchanges",
     "which_backend",
 ]

@@ -6,9 +6,9 @@ call, in the forward, and kept for the backward.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -164,7 +164,19 @@ class Choice(NamedTuple):
     reason: str
 
 
-_wanted: ContextVar[Name] = ContextVar("vocabtp_kernels_backend", default="auto")
+class _Wanted(threading.local):
+    """What this thread asked for; unlike a ContextVar it can be read inside torch.compile."""
+
+    def __init__(self) -> None:
+        self.name: Name = "auto"
+
+
+_wanted = _Wanted()
+
+
+def wanted() -> Name:
+    """What the innermost `backend` of this thread asks for; torch.compile guards on it."""
+    return _wanted.name
 
 
 @contextmanager
@@ -181,11 +193,11 @@ def backend(name: Name) -> Iterator[None]:
     """
     if name not in get_args(Name):
         raise ValueError(f"backend: name must be one of {list(get_args(Name))}, got {name!r}")
-    token = _wanted.set(name)
+    before, _wanted.name = _wanted.name, name
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _wanted.name = before
 
 
 def which_backend(*tensors: Tensor) -> tuple[str, str]:
@@ -204,19 +216,19 @@ def which_backend(*tensors: Tensor) -> tuple[str, str]:
     return choice.name, choice.reason
 
 
-def choose(caller: str, *tensors: Tensor) -> Choice:
-    """The implementation for a call with these logits."""
-    wanted = _wanted.get()
-    if wanted == "eager":
+def choose(caller: str, *tensors: Tensor, name: Name | None = None) -> Choice:
+    """The implementation for a call with these logits; `name` is what is wanted, if known."""
+    name = _wanted.name if name is None else name
+    if name == "eager":
         return Choice(_eager, "eager", 'backend("eager")')
-    obstacle = _obstacle(tensors[0].device, [x.dtype for x in tensors], asked=wanted == "triton")
+    obstacle = _obstacle(tensors[0].device, [x.dtype for x in tensors], asked=name == "triton")
     if obstacle is None:
         from vocabtp.kernels import _triton  # no sooner: it imports triton
 
-        if wanted == "triton":
+        if name == "triton":
             return Choice(_triton, "triton", 'backend("triton")')
         return Choice(_triton.UNLESS_BROKEN, "triton", "Triton kernels for the tensors' device")
-    if wanted == "triton":
+    if name == "triton":
         raise ValueError(
             f'{caller}: backend("triton") is not available for these tensors: {obstacle}; '
             f'use backend("auto") or backend("eager")'

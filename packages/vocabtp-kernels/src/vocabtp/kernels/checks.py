@@ -51,7 +51,7 @@ def flag(caller: str, name: str, value: object) -> bool:
 def temperature(caller: str, value: object) -> float:
     """Finite and above 0."""
     result = number(caller, "temperature", value)
-    if not (math.isfinite(result) and result > 0):
+    if not 0.0 < result < math.inf:
         raise ValueError(f"{caller}: temperature must be finite and > 0, got {result}")
     return result
 
@@ -61,7 +61,7 @@ def clip(caller: str, value: object) -> float | None:
     if value is None:
         return None
     result = number(caller, "pointwise_clip", value)
-    if not (math.isfinite(result) and result > 0):
+    if not 0.0 < result < math.inf:
         raise ValueError(
             f"{caller}: pointwise_clip must be finite and > 0, got {result}; None caps nothing"
         )
@@ -128,5 +128,5 @@ def index(caller: str, value: object, of: Tensor) -> Tensor:
         raise ValueError(
             f"{caller}: index must be where the logits are, got {value.device} and {of.device}"
         )
-    rows = lead.numel()
+    rows = math.prod(lead)  # numel() would make torch.compile fix the number of rows
     return value.reshape(rows, 1 if value.shape == lead else value.shape[-1])

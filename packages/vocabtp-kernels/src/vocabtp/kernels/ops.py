@@ -17,6 +17,9 @@ columns.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
+import torch
 from torch import Tensor
 
 from vocabtp.kernels import _ids, checks
@@ -30,6 +33,8 @@ from vocabtp.kernels._autograd import (
 )
 from vocabtp.kernels._backend import choose
 from vocabtp.kernels._exchange import LOCAL, Exchange
+from vocabtp.kernels._operators import pairs as operators
+from vocabtp.kernels._operators.define import Operator
 from vocabtp.kernels._spec import PairSpec, TokenSpec
 
 # an interior beta below fp32's range would leave nothing to rescale; nothing that is
@@ -105,7 +110,7 @@ def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LO
         TypeError: an argument of the wrong type.
         ValueError: logits of no dimension, a temperature out of range.
     """
-    _ids.check_earlier()
+    _begin()
     checked = checks.logits("entropy", "logits", logits)
     spec = TokenSpec(
         name="entropy",
@@ -195,16 +200,17 @@ def kl_div(
         TypeError: an argument of the wrong type.
         ValueError: shapes or devices that differ, a temperature or clip out of range.
     """
-    _ids.check_earlier()
+    _begin()
     student, teacher = checks.pair("kl_div", student_logits, teacher_logits)
-    spec = PairSpec(
+    options = _PairOptions(
         name="kl_div",
-        implementation=choose("kl_div", student, teacher).implementation,
         exchange=exchange,
         temperature=checks.temperature("kl_div", temperature),
         clip=checks.clip("kl_div", pointwise_clip),
+        beta=0.5,
+        scale=1.0,
     )
-    return _kl(student, teacher, checks.flag("kl_div", "reverse", reverse), spec)
+    return _kl(student, teacher, checks.flag("kl_div", "reverse", reverse), options)
 
 
 def jsd(
@@ -249,15 +255,14 @@ def jsd(
         The generalized form is that of Agarwal et al., On-Policy Distillation of Language Models
         (arXiv:2306.13649).
     """
-    _ids.check_earlier()
+    _begin()
     student, teacher = checks.pair("jsd", student_logits, teacher_logits)
     share = checks.beta("jsd", beta)
     scaled = checks.flag("jsd", "rescale", rescale)
     interior = 0.0 < share < 1.0
     share = max(share, _LEAST_BETA) if interior else share
-    spec = PairSpec(
+    options = _PairOptions(
         name="jsd",
-        implementation=choose("jsd", student, teacher).implementation,
         exchange=exchange,
         temperature=checks.temperature("jsd", temperature),
         clip=checks.clip("jsd", pointwise_clip),
@@ -265,15 +270,54 @@ def jsd(
         scale=1.0 / (share * (1.0 - share)) if scaled and interior else 1.0,
     )
     if not interior:
-        return _kl(student, teacher, share == 1.0, spec)
-    values: Tensor = call(Jsd, student, teacher, spec)
-    return values.view(student.shape[:-1])
+        return _kl(student, teacher, share == 1.0, options)
+    return _pair(Jsd, operators.JSD, student, teacher, options)
 
 
-def _kl(student: Tensor, teacher: Tensor, reverse: bool, spec: PairSpec) -> Tensor:
+class _PairOptions(TypedDict):
+    """Everything of a call about two distributions but its tensors and who computes it."""
+
+    name: str
+    exchange: Exchange
+    temperature: float
+    clip: float | None
+    beta: float
+    scale: float
+
+
+def _begin() -> None:
+    """Report bad ids of earlier calls; an operator of a compiled graph does so when it runs."""
+    if not torch.compiler.is_compiling():
+        _ids.check_earlier()
+
+
+def _kl(student: Tensor, teacher: Tensor, reverse: bool, options: _PairOptions) -> Tensor:
     a, b = (student, teacher) if reverse else (teacher, student)
-    values: Tensor = call(KlDiv, a, b, spec)
-    return values.view(student.shape[:-1])
+    return _pair(KlDiv, operators.KL_DIV, a, b, options)
+
+
+def _pair(
+    function: type[torch.autograd.Function],
+    operator: Operator,
+    one: Tensor,
+    two: Tensor,
+    options: _PairOptions,
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        values: Tensor = operator(
+            one,
+            two,
+            options["temperature"],
+            options["clip"],
+            options["beta"],
+            options["scale"],
+            exchange=options["exchange"],
+            name=options["name"],
+        )[0]
+    else:
+        implementation = choose(options["name"], one, two).implementation
+        values = call(function, one, two, PairSpec(**options, implementation=implementation))
+    return values.view(one.shape[:-1])
 
 
 def _token_call(
@@ -288,7 +332,7 @@ def _token_call(
     validate_ids: object,
 ) -> tuple[Tensor, Tensor, TokenSpec]:
     """Check the arguments of the two ops that take ids; ids come back as `[N, K]`."""
-    _ids.check_earlier()
+    _begin()
     checked = checks.logits(caller, "logits", logits)
     ids = checks.index(caller, index, checked)
     start = checks.integer(caller, "vocab_start", vocab_start)

@@ -1,0 +1,303 @@
+"""Every op inside torch.compile: one graph, the bits of the call outside, no recompiling."""
+
+import gc
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import vocabtp.kernels as vk
+from vocabtp.kernels._operators import define, pairs
+from vocabtp.kernels.testing import OPS
+
+# inductor imports parts of torch that torch deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+PAIRS = [name for name, (function, _) in OPS.items() if function in ("kl_div", "jsd")]
+EACH = pytest.mark.parametrize("call", PAIRS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing compiled before."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class OneRank:
+    """An exchange that a user might write, and what was asked of it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def gather(self, x):
+        self.calls.append(("gather", len(x)))
+        return x.unsqueeze(0)
+
+    def sum(self, x):
+        self.calls.append(("sum", len(x)))
+        return x.clone()
+
+
+def compiled(function, backend="aot_eager", **options):
+    """The function compiled as one graph, and a counter of its compilations."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+def inputs(rows, dtype=torch.float32, vocabulary=11):
+    """Two sides `[2, rows, vocabulary]` with a masked token and a row without any, and ids."""
+    g = torch.Generator().manual_seed(rows)
+    sides = torch.randn(2, 2, rows, vocabulary, generator=g)
+    sides[:, :, :, 3] = -torch.inf
+    if rows > 1:
+        sides[0, 1, 1] = -torch.inf
+    ids = torch.randint(0, vocabulary, (2, rows), generator=g)
+    if rows > 2:
+        ids[0, 2] = -100
+    return sides.to(dtype), ids
+
+
+def run(function, sides, needs=(True, True)):
+    """Values and gradients; the upstream gradient of the first row is 0, of the others 0.5 up."""
+    leaves = [x.detach().clone().requires_grad_(need) for x, need in zip(sides, needs, strict=True)]
+    values = function(*leaves)
+    upstream = [torch.arange(v.numel(), dtype=v.dtype).view(v.shape) / 2 for v in values]
+    wanted = [x for x in leaves if x.requires_grad]
+    return values, torch.autograd.grad(values, wanted, upstream, allow_unused=True)
+
+
+def assert_same(got, expected):
+    for ours, theirs in zip(got, expected, strict=True):
+        assert len(ours) == len(theirs) > 0
+        for x, y in zip(ours, theirs, strict=True):
+            if x is None or y is None:
+                assert x is y
+                continue
+            assert (x.dtype, x.shape, x.is_contiguous()) == (y.dtype, y.shape, y.is_contiguous())
+            assert torch.equal(x.nan_to_num(nan=7.5), y.nan_to_num(nan=7.5))
+            assert torch.equal(x.isnan(), y.isnan())
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_graph_and_the_same_bits(call, dtype):
+    sides, ids = inputs(5, dtype)
+
+    def function(student, teacher):
+        # neighbours that the compiler works on, and a mask in place
+        values = call(student, teacher, index=ids)
+        values[0][:, 0] *= 2
+        return values
+
+    for needs in ((True, True), (True, False)):
+        inside, counter = compiled(function)
+        assert_same(run(inside, sides, needs), run(function, sides, needs))
+        assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("call", ["reverse_kl_clip", "jsd"], indirect=True)
+def test_inductor_runs_the_same_operators(call):
+    sides, ids = inputs(4)
+    inside, _ = compiled(lambda p, q: call(p, q, index=ids), "inductor")
+    assert_same(run(inside, sides), run(lambda p, q: call(p, q, index=ids), sides))
+
+
+@EACH
+def test_row_counts_do_not_recompile(call):
+    inside, counter = compiled(lambda p, q, ids: call(p, q, index=ids))
+    for rows in (3, 5, 8, 13, 64):
+        sides, ids = inputs(rows)
+        got = run(lambda p, q, ids=ids: inside(p, q, ids), sides)
+        assert_same(got, run(lambda p, q, ids=ids: call(p, q, index=ids), sides))
+    assert counter.frame_count <= 2
+
+
+@EACH
+def test_rows_marked_dynamic_compile_once(call):
+    inside, counter = compiled(lambda p, q, ids: call(p, q, index=ids))
+    for rows in (3, 5, 8):
+        sides, ids = inputs(rows)
+        parts = [*sides, ids]
+        for x in parts:
+            torch._dynamo.mark_dynamic(x, 1)
+        inside(*parts)
+    assert counter.frame_count == 1
+
+
+@EACH
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_row_and_one_row(call, rows):
+    sides, ids = inputs(rows)
+    inside, _ = compiled(lambda p, q: call(p, q, index=ids))
+    assert_same(run(inside, sides), run(lambda p, q: call(p, q, index=ids), sides))
+
+
+def test_the_backend_in_force_is_followed_and_kept_for_the_backward(monkeypatch):
+    seen = []
+    real = define.choose
+
+    def choose(caller, *tensors, name=None):
+        seen.append(name)
+        return real(caller, *tensors, name=name)
+
+    monkeypatch.setattr(define, "choose", choose)
+    sides, _ = inputs(3)
+    inside, counter = compiled(lambda p, q: (vk.kl_div(p, q),))
+    run(inside, sides)
+    with vk.backend("eager"):
+        leaf = sides[0].clone().requires_grad_()
+        (value,) = inside(leaf, sides[1].clone().requires_grad_())
+    value.nansum().backward()
+    assert seen == ["auto", "auto", "eager", "eager"]
+    run(inside, sides)
+    assert seen[4:] == ["auto", "auto"]
+    assert counter.frame_count == 2
+
+
+def test_a_backend_chosen_inside_ends_there():
+    def function(p, q):
+        with vk.backend("eager"):
+            return vk.kl_div(p, q)
+
+    sides, _ = inputs(3)
+    inside, _ = compiled(function)
+    assert torch.equal(inside(*sides).isnan(), function(*sides).isnan())
+    assert vk.which_backend(*sides)[1] == "the tensors are on the CPU"
+
+
+@pytest.mark.parametrize("call", ["forward_kl", "jsd_high_clip"], indirect=True)
+def test_triton_by_the_interpreter(call, interpreter):
+    sides, ids = inputs(3, torch.bfloat16)
+    inside, _ = compiled(lambda p, q: call(p, q, index=ids))
+    with vk.backend("triton"):
+        assert_same(run(inside, sides), run(lambda p, q: call(p, q, index=ids), sides))
+
+
+@EACH
+def test_an_exchange_of_ones_own(call):
+    own, expected = OneRank(), OneRank()
+    sides, ids = inputs(4)
+    inside, counter = compiled(lambda p, q, exchange: call(p, q, index=ids, exchange=exchange))
+    got = run(lambda p, q: inside(p, q, own), sides)
+    assert_same(got, run(lambda p, q: call(p, q, index=ids, exchange=expected), sides))
+    assert own.calls == expected.calls != []
+    other = OneRank()
+    run(lambda p, q: inside(p, q, other), sides)
+    assert other.calls == own.calls == expected.calls
+    assert counter.frame_count == 2  # another exchange is another graph
+
+
+def test_an_exchange_lives_as_long_as_what_was_compiled_with_it():
+    sides, _ = inputs(4)
+    inside, _ = compiled(lambda p, q: vk.kl_div(p, q, exchange=exchange))
+    exchange = OneRank()
+    inside(*sides)
+    gone = id(exchange)
+    exchange = None
+    gc.collect()
+    others = [OneRank() for _ in range(100)]
+    assert gone not in map(id, others)
+
+
+def test_exchanges_by_name_are_made_inside_and_not_traced_again():
+    made = []
+
+    class Named(OneRank):
+        def __init__(self, name):
+            super().__init__()
+            self.compiled_name = "test_named:" + name
+
+    def find(name):
+        made.append((name, Named(name)))
+        return made[-1][1]
+
+    vk.name_exchanges("test_named", find)
+    sides, _ = inputs(4)
+    inside, counter = compiled(lambda p, q, name: vk.kl_div(p, q, exchange=Named(name)))
+    for _ in range(2):
+        assert_same([[inside(*sides, "one")]], [[vk.kl_div(*sides)]])
+    assert [(name, e.calls) for name, e in made] == [("one", [("gather", 6)])] * 2
+    assert counter.frame_count == 1
+    with pytest.raises(ValueError, match=r"^name_exchanges: kind must be"):
+        vk.name_exchanges("a:b", find)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_sharded_calls_are_kept_in_order_whatever_becomes_of_their_results(backend):
+    exchange = OneRank()
+
+    def function(p, q):
+        vk.kl_div(p, q, exchange=exchange)  # nobody uses it
+        last = vk.jsd(p, q, exchange=exchange)
+        first = vk.kl_div(p, q, exchange=exchange)  # nothing tells it from the unused one
+        again = vk.kl_div(p, q, exchange=exchange)
+        return again, last, first
+
+    inside, _ = compiled(function, backend)
+    sides, _ = inputs(3)
+    inside(*sides)
+    kl, jsd = [("gather", 6)], [("gather", 4), ("gather", 3)]
+    assert exchange.calls == kl + jsd + kl + kl
+
+
+def test_calls_on_a_whole_vocabulary_may_be_merged_and_dropped(monkeypatch):
+    runs = []
+    real = define.choose
+
+    def choose(caller, *tensors, name=None):
+        runs.append(caller)
+        return real(caller, *tensors, name=name)
+
+    monkeypatch.setattr(define, "choose", choose)
+
+    def function(p, q):
+        vk.kl_div(p, q)
+        return vk.jsd(p, q)
+
+    inside, _ = compiled(function)
+    inside(*inputs(3)[0])
+    assert runs == ["jsd"]
+
+
+@EACH
+def test_wrong_arguments_say_the_same_thing(call):
+    sides, ids = inputs(3)
+    for options in ({"temperature": 0.0}, {"temperature": "hot"}):
+        with pytest.raises((ValueError, TypeError)) as outside:
+            call(*sides, index=ids, **options)
+        inside, _ = compiled(lambda p, q, options=options: call(p, q, index=ids, **options))
+        with pytest.raises(torch._dynamo.exc.Unsupported) as traced:
+            inside(*sides)
+        assert str(outside.value) in str(traced.value)
+        # without fullgraph torch steps aside, and the error is the error
+        with pytest.raises(type(outside.value)) as plain:
+            torch.compile(lambda p, q, o=options: call(p, q, index=ids, **o), backend="eager")(
+                *sides
+            )
+        assert str(plain.value) == str(outside.value)
+
+
+@EACH
+def test_a_second_backward_raises(call):
+    sides, ids = inputs(3)
+    inside, _ = compiled(lambda p, q: call(p, q, index=ids))
+    leaf = sides[0].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(inside(leaf, sides[1])[0].sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("operator", [pairs.KL_DIV, pairs.JSD], ids=["kl_div", "jsd"])
+def test_operators_are_what_they_say(operator, clip):
+    sides = torch.randn(2, 2, 3, 11, generator=torch.Generator().manual_seed(0))
+    options = [1.7, clip, 0.3, 2.0, "local:", "auto", "a test"]
+    args = [x.requires_grad_() for x in sides.unbind(0)]
+    for form in (operator.plain, operator.sharded):
+        torch.library.opcheck(form, (*args, *options))
+    values, saved = operator.plain(*sides, *options)
+    for needs in ([True, False], [False, True]):
+        args = (torch.ones_like(values), *sides, saved, needs, *options)
+        torch.library.opcheck(operator.gradient, args)
