@@ -56,7 +56,9 @@ def _eager(device: torch.device) -> Arm:
 
 
 def _compile(device: torch.device) -> Arm:
-    return Arm({name: torch.compile(case.dense, dynamic=False) for name, case in CASES.items()})
+    # fullgraph: an error rather than a silent return to eager
+    compiled = partial(torch.compile, fullgraph=True, dynamic=False)
+    return Arm({name: compiled(case.dense) for name, case in CASES.items()})
 
 
 def _dense(device: torch.device) -> Arm:

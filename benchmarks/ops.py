@@ -123,6 +123,23 @@ def arms_at(point: Point, mode: str, found: dict[str, arms.Arm]) -> list[str]:
     return names
 
 
+def work_at(
+    point: Point, found: dict[str, arms.Arm], args: argparse.Namespace, results: Results
+) -> Iterator[tuple[Result, dict[str, arms.Arm]]]:
+    """What is to be done at one point: an op in a mode, and the arms of it."""
+    for op in args.ops:
+        for mode in (m for m in CASES[op].modes if m in args.modes):
+            base = {"kind": "op", "op": op, "mode": mode, **point._asdict(), "world": 1}
+            names = [
+                name
+                for name in arms_at(point, mode, found)
+                if op in found[name].ops and mode in found[name].modes
+                if not (args.missing and results.has({**base, "arm": name}))
+            ]
+            if names:
+                yield base, {name: found[name] for name in names}
+
+
 def measure_point(
     point: Point,
     found: dict[str, arms.Arm],
@@ -131,6 +148,9 @@ def measure_point(
     copy_gb_s: float,
 ) -> Iterator[Result]:
     """Every op at one point, mode by mode."""
+    work = list(work_at(point, found, args, results))
+    if not work:
+        return
     device = torch.device(args.device)
     dtype = getattr(torch, point.dtype)
     one = point.rows * point.cols * dtype.itemsize
@@ -139,21 +159,12 @@ def measure_point(
         make_inputs(point.rows, point.cols, dtype, point.layout, device, seed)
         for seed in range(sets)
     ]
-    for op in args.ops:
-        case = CASES[op]
+    for base, here in work:
+        case = CASES[base["op"]]
         chosen = inputs[: -(-sets // case.sides)]
-        for mode in (m for m in case.modes if m in args.modes):
-            base = {"kind": "op", "op": op, "mode": mode, **point._asdict(), "world": 1}
-            names = [
-                name
-                for name in arms_at(point, mode, found)
-                if op in found[name].ops and mode in found[name].modes
-                if not (args.missing and results.has({**base, "arm": name}))
-            ]
-            here = {name: found[name] for name in names}
-            yield from measurement.measure(base, case, here, chosen, copy_gb_s, args.quick)
-        if "compile" in found:
-            torch._dynamo.reset()  # one op's compilations at a time
+        if "compile" in here:
+            torch._dynamo.reset()  # it gives up on a function that it compiled many times
+        yield from measurement.measure(base, case, here, chosen, copy_gb_s, args.quick)
 
 
 def main(argv: list[str]) -> None:
