@@ -48,6 +48,7 @@ def log(request, monkeypatch):
         said.append(kernel.__name__)
 
     monkeypatch.setattr(launch, "run", told)
+    monkeypatch.setattr(_flags, "raised_by", lambda device: True)
     monkeypatch.setattr(_flags, "take", lambda device: Pretend(said, request.param))
     monkeypatch.setattr(_flags, "give", lambda flag: said.append("given"))
     monkeypatch.setattr(_ids, "_captured", [])
@@ -70,6 +71,16 @@ def test_it_is_known_before_the_logits_are_read(log):
     with pytest.raises(ValueError, match=r"got 50 at position \[1\]; 1 of 3 rows"):
         vk.entropy(X)
     assert log == ["wait", "up", "given"]
+
+
+def test_validation_waits_for_the_ids_alone(log):
+    vk.logprobs(X, GOOD, validate_ids=True)
+    assert log[:2] == ["resolve_kernel", "settled"]
+    assert log[-3:] == ["wait", "down", "given"]
+    with pytest.raises(ValueError, match=r"got 50 at position \[1\]; 1 of 3 rows"):
+        vk.logprobs(X, BAD, validate_ids=True)
+    assert log[-3:] == ["wait", "up", "given"]
+    assert not _ids._pending
 
 
 def test_a_rank_knows_with_the_statistics_of_all(log):

@@ -86,8 +86,9 @@ def test_the_next_call_raises_once(follower, backend, device):
     assert grad.isnan().sum() == WIDTH
 
 
-def test_validation_before_the_return(device):
-    with pytest.raises(ValueError, match=f"got {WIDTH}"):
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_validation_before_the_return(backend, device):
+    with vk.backend(backend), pytest.raises(ValueError, match=f"got {WIDTH}"):
         vk.logprobs(leaf(device), bad_ids(device), validate_ids=True)
     assert not _ids._pending
 
@@ -232,6 +233,9 @@ def test_a_capture_without_memory_for_flags_is_nan_alone(device, monkeypatch):
     x, bad = leaf(device), bad_ids(device)
     vk.logprobs(x, good_ids(device))
     vk.check_ids()
+    monkeypatch.setattr(_flags, "take", lambda device: None)
+    vk.logprobs(x, good_ids(device), validate_ids=True)  # compiles what takes no flag
+    monkeypatch.undo()
     monkeypatch.setattr(_flags, "_free", {})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -79,7 +79,7 @@ def test_what_is_ignored(ignore):
 def test_a_bad_id_in_any_tile_of_ids(bad, few):
     ids = torch.zeros(3, 40, dtype=torch.int64)
     ids[1, :20] = -100
-    ids[1, 30], ids[1, 31] = bad, 99
+    ids[1, 30], ids[1, 31], ids[1, 35] = bad, 99, 98
     x = logits()
     with vk.backend("triton"), pytest.raises(ValueError, match=r"position \[1\]; 1 of 3") as info:
         vk.logprobs(x, ids)
@@ -143,6 +143,34 @@ def test_shards_and_a_bad_id_of_another_rank(many):
         assert one[0][2].isnan().all()
         assert one[0][:2].isfinite().all()
         same(zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("triton", ["token_stats", "finish_tokens", "token_grad"])
+def test_a_call_may_change_its_implementation(triton, monkeypatch):
+    """As after a kernel that does not compile: one step of Triton, the others eager."""
+    from vocabtp.kernels import _backend, _eager, _triton, ops
+    from vocabtp.kernels._triton import launch
+
+    for name, value in (("TILE", 16), ("STEP", 64), ("_LEAST_STEPS", 2)):
+        monkeypatch.setattr(launch, name, value)
+    x = logits(3, 300)
+    assert launch.segments(300).number > 1
+    ids = torch.tensor([[299, 0, 299], [300, -100, 1], [5, 6, -100]])
+
+    class Mixed:
+        def __getattr__(self, name):
+            return getattr(_triton if name == triton else _eager, name)
+
+    def run(implementation):
+        choice = _backend.Choice(implementation, "mixed", "a test")
+        monkeypatch.setattr(ops, "choose", lambda caller, *x: choice)
+        leaf = x.clone().requires_grad_()
+        lp, h = vk.logprobs_and_entropy(leaf, ids, validate_ids=False)
+        with pytest.raises(ValueError, match=r"got 300 at position \[1\]"):
+            vk.check_ids()
+        return lp, h, *torch.autograd.grad(lp.sum() + h.sum(), leaf)
+
+    same(zip(run(Mixed()), run(_eager), strict=True))
 
 
 def test_a_forward_is_three_launches_and_a_backward_one_or_two(monkeypatch):

@@ -48,9 +48,14 @@ _lock = threading.Lock()
 _free: dict[torch.device, list[Flag]] = {}
 
 
+def raised_by(device: torch.device) -> bool:
+    """Whether the device is another one than the host, which knows everything at once."""
+    return device.type != "cpu"
+
+
 def take(device: torch.device) -> Flag | None:
     """A flag that is down; None on the CPU, or if a capture finds none left."""
-    if device.type == "cpu":
+    if not raised_by(device):
         return None
     with _lock:
         free = _free.setdefault(device, [])

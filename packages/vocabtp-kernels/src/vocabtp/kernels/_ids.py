@@ -63,7 +63,7 @@ class Report(NamedTuple):
 
 
 class Watch:
-    """A call whose ids nobody waits for.
+    """A call whose ids are not looked at before the device knows of them.
 
     Whoever runs the kernel that knows every rank's bad ids gives it `cell` to store a 1 to, and
     calls `known` behind it, on the same stream.
@@ -91,12 +91,14 @@ class Watch:
             if not self.captured:
                 self._flag.settled()
 
-    def file(self) -> None:
-        """Leave the call to the next check; a captured one to every explicit check."""
+    def close(self, *, now: bool) -> None:
+        """Report `now`, or leave the call to the next check; a captured one to explicit checks."""
         if self._codes is None:  # no rows
             if self._flag is not None:
                 _flags.give(self._flag)
-        elif self._flag is not None or self.device.type == "cpu":
+        elif now and not self.captured:
+            _raise_first([self])
+        elif self._flag is not None or not _flags.raised_by(self.device):
             with _lock:
                 (_captured if self.captured else _pending).append(self)
 

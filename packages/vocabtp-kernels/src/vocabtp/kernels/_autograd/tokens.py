@@ -34,8 +34,7 @@ def forward(
         watch, report = None, None
         if ids.shape[1]:
             report = _ids.Report(spec.name, tuple(logits.shape[:-1]), spec.bounds)
-            # a capture cannot wait for what it only records
-            if not spec.at_once or _flags.capturing(logits.device):
+            if not spec.at_once or _flags.raised_by(logits.device):
                 watch = _ids.Watch(report, logits.device)
         alone = spec.exchange is LOCAL
         (stats, columns, chosen) = impl.token_stats(
@@ -63,7 +62,7 @@ def forward(
             watch=None if alone else watch,
         )
         if watch is not None:
-            watch.file()
+            watch.close(now=spec.at_once)
     return values, Saved(logits, columns, values.stats)
 
 
