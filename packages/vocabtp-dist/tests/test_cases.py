@@ -207,6 +207,23 @@ def _small_cases(rank, world, place):
             grad_b = torch.autograd.grad(op().sum(), [b])[0]
             close(grad_b[0], (holed.softmax(-1) - full.softmax(-1))[0, own])
 
+    # its sibling: the token that only one side supports underflows, on the last rank or the first
+    for turned in (False, True):
+        a, b = torch.tensor([[0.0, 2.0, -300.0]]), torch.tensor([[0.0, 1.0, -INF]])
+        right = a.softmax(-1)
+        if turned:
+            a, b, right = a.flip(-1), b.flip(-1), right.flip(-1)
+        gradient = b.softmax(-1) - right
+        a, own = cut(a, 1 if turned else 2)
+        b, _ = cut(b, 1 if turned else 2)
+        for forward in (
+            vd.vocab_parallel_kl_div(a, b, True, G),
+            vd.vocab_parallel_kl_div(b, a, False, G),
+        ):
+            close(forward, [INF])
+            close(torch.autograd.grad(forward, [b])[0], gradient[:, own])
+        close(vd.vocab_parallel_kl_div(b, a, True, G), [0.082608])
+
     # D7: NaN on one rank is NaN on all, in that row alone
     x = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
     x[0, 3] = float("nan")
