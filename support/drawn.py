@@ -148,7 +148,8 @@ def calls(draw, widths, ids, dtypes=tuple(LOW), most_rows=12):
     lead = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
     while torch.Size(lead).numel() > most_rows:
         lead = lead[1:]
-    width = draw(widths)
+    # without a column there is no id to ask for, not even one to ignore
+    width = max(draw(widths), int(op.startswith("logprobs")))
     shape = (*lead, width)
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     student, teacher = draw(side(shape, g)), draw(side(shape, g))
@@ -168,9 +169,9 @@ def calls(draw, widths, ids, dtypes=tuple(LOW), most_rows=12):
     student = draw(view(student.to(kinds[0]), pads))
     teacher = draw(view(teacher.to(kinds[1]), pads))
     each = (draw(st.integers(0, ids)),) if draw(st.integers(0, 3)) else ()
-    index = torch.randint(0, width, (*lead, *each), generator=g)
+    index = torch.randint(0, max(width, 1), (*lead, *each), generator=g)
     if draw(st.booleans()):  # many of the same
-        index = index.clamp(max=draw(st.integers(0, width - 1)))
+        index = index.clamp(max=draw(st.integers(0, max(width - 1, 0))))
     index[torch.rand(index.shape, generator=g) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = -100
     index = index.to(draw(st.sampled_from([torch.int64, torch.int32])))
     gradients = [draw(upstream(index.shape if op.startswith("logprobs") else lead, g))]

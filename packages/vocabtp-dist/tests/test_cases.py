@@ -224,6 +224,15 @@ def _small_cases(rank, world, place):
             close(torch.autograd.grad(forward, [b])[0], gradient[:, own])
         close(vd.vocab_parallel_kl_div(b, a, True, G), [0.082608])
 
+    # numbers so far apart that their difference overflows
+    a, _ = cut(torch.tensor([[3e38, -3e38]]), 1)
+    b, _ = cut(torch.tensor([[3e38, -2.5e38]]), 1)
+    ids = torch.tensor([0], device=place.device)
+    for name, call in _calls(a, b, ids, tp_group=G).items():
+        value = call()
+        close(value, torch.zeros(value.shape))
+        assert (torch.autograd.grad(value.sum(), [a])[0] == 0).all(), name
+
     # D7: NaN on one rank is NaN on all, in that row alone
     x = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
     x[0, 3] = float("nan")

@@ -17,7 +17,7 @@ around = st.sampled_from([1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097])
 
 
 @settings(deadline=None, derandomize=True, max_examples=250)
-@given(calls(st.integers(1, 40), ids=3, dtypes=(*LOW, torch.float64), most_rows=64))
+@given(calls(st.integers(0, 40), ids=3, dtypes=(*LOW, torch.float64), most_rows=64))
 def test_eager_agrees_with_fp64(call):
     """By absolute bounds: the eager path is the yardstick of the others."""
     actual, truth = check(call, "eager")
@@ -52,7 +52,7 @@ def quiet(call, actual):
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(deadline=None, derandomize=True, max_examples=90, suppress_health_check=SLOW)
-@given(calls(st.one_of(st.integers(1, 40), around), ids=4, most_rows=4))
+@given(calls(st.one_of(st.integers(0, 40), around), ids=4, most_rows=4))
 def test_interpreted_triton_agrees_with_fp64(call):
     actual, _ = check(call, "triton")
     quiet(call, actual)
@@ -60,11 +60,12 @@ def test_interpreted_triton_agrees_with_fp64(call):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@settings(deadline=None, derandomize=True, max_examples=400, suppress_health_check=SLOW)
+# most of the time is the compiler's: a kernel for each dtype and alignment
+@settings(deadline=None, derandomize=True, max_examples=250, suppress_health_check=SLOW)
 @given(
     calls(
         st.one_of(
-            st.integers(1, 300),
+            st.integers(0, 300),
             around,
             st.integers(4093, 4101),
             st.integers(8189, 8196),
