@@ -7,14 +7,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import vocabtp.kernels as vk
-from vocabtp.kernels._operators import define, pairs
-from vocabtp.kernels.testing import OPS
+from vocabtp.kernels._operators import define, pairs, tokens
 
 # inductor imports parts of torch that torch deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-
-PAIRS = [name for name, (function, _) in OPS.items() if function in ("kl_div", "jsd")]
-EACH = pytest.mark.parametrize("call", PAIRS, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +56,7 @@ def inputs(rows, dtype=torch.float32, vocabulary=11):
 
 
 def run(function, sides, needs=(True, True)):
-    """Values and gradients; the upstream gradient of the first row is 0, of the others 0.5 up."""
+    """Values and gradients; the upstream gradient of the first row is 0, of others 0.5 and up."""
     leaves = [x.detach().clone().requires_grad_(need) for x, need in zip(sides, needs, strict=True)]
     values = function(*leaves)
     upstream = [torch.arange(v.numel(), dtype=v.dtype).view(v.shape) / 2 for v in values]
@@ -80,7 +76,6 @@ def assert_same(got, expected):
             assert torch.equal(x.isnan(), y.isnan())
 
 
-@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_graph_and_the_same_bits(call, dtype):
     sides, ids = inputs(5, dtype)
@@ -97,14 +92,13 @@ def test_one_graph_and_the_same_bits(call, dtype):
         assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("call", ["reverse_kl_clip", "jsd"], indirect=True)
+@pytest.mark.parametrize("call", ["logprobs_and_entropy", "jsd"], indirect=True)
 def test_inductor_runs_the_same_operators(call):
     sides, ids = inputs(4)
     inside, _ = compiled(lambda p, q: call(p, q, index=ids), "inductor")
     assert_same(run(inside, sides), run(lambda p, q: call(p, q, index=ids), sides))
 
 
-@EACH
 def test_row_counts_do_not_recompile(call):
     inside, counter = compiled(lambda p, q, ids: call(p, q, index=ids))
     for rows in (3, 5, 8, 13, 64):
@@ -114,7 +108,6 @@ def test_row_counts_do_not_recompile(call):
     assert counter.frame_count <= 2
 
 
-@EACH
 def test_rows_marked_dynamic_compile_once(call):
     inside, counter = compiled(lambda p, q, ids: call(p, q, index=ids))
     for rows in (3, 5, 8):
@@ -126,7 +119,6 @@ def test_rows_marked_dynamic_compile_once(call):
     assert counter.frame_count == 1
 
 
-@EACH
 @pytest.mark.parametrize("rows", [0, 1])
 def test_no_row_and_one_row(call, rows):
     sides, ids = inputs(rows)
@@ -167,7 +159,7 @@ def test_a_backend_chosen_inside_ends_there():
     assert vk.which_backend(*sides)[1] == "the tensors are on the CPU"
 
 
-@pytest.mark.parametrize("call", ["forward_kl", "jsd_high_clip"], indirect=True)
+@pytest.mark.parametrize("call", ["logprobs", "jsd_high_clip"], indirect=True)
 def test_triton_by_the_interpreter(call, interpreter):
     sides, ids = inputs(3, torch.bfloat16)
     inside, _ = compiled(lambda p, q: call(p, q, index=ids))
@@ -175,7 +167,6 @@ def test_triton_by_the_interpreter(call, interpreter):
         assert_same(run(inside, sides), run(lambda p, q: call(p, q, index=ids), sides))
 
 
-@EACH
 def test_an_exchange_of_ones_own(call):
     own, expected = OneRank(), OneRank()
     sides, ids = inputs(4)
@@ -261,7 +252,6 @@ def test_calls_on_a_whole_vocabulary_may_be_merged_and_dropped(monkeypatch):
     assert runs == ["jsd"]
 
 
-@EACH
 def test_wrong_arguments_say_the_same_thing(call):
     sides, ids = inputs(3)
     for options in ({"temperature": 0.0}, {"temperature": "hot"}):
@@ -279,7 +269,6 @@ def test_wrong_arguments_say_the_same_thing(call):
         assert str(plain.value) == str(outside.value)
 
 
-@EACH
 def test_a_second_backward_raises(call):
     sides, ids = inputs(3)
     inside, _ = compiled(lambda p, q: call(p, q, index=ids))
@@ -301,3 +290,47 @@ def test_operators_are_what_they_say(operator, clip):
     for needs in ([True, False], [False, True]):
         args = (torch.ones_like(values), *sides, saved, needs, *options)
         torch.library.opcheck(operator.gradient, args)
+
+
+@pytest.mark.parametrize(
+    ("operator", "columns"),
+    [(tokens.LOGPROBS, 2), (tokens.ENTROPY, None), (tokens.LOGPROBS_AND_ENTROPY, 2)],
+    ids=["logprobs", "entropy", "logprobs_and_entropy"],
+)
+def test_token_operators_are_what_they_say(operator, columns):
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 11, generator=g)
+    ids = None if columns is None else torch.randint(0, 11, (6, columns), generator=g)
+    options = [1.7, -100, 0, 11, True, "local:", "auto", "a test"]
+    for form in (operator.plain, operator.sharded):
+        torch.library.opcheck(form, (logits.clone().requires_grad_(), ids, *options))
+    values, entropies, *saved = operator.plain(logits, ids, *options)
+    grads = [torch.ones_like(x) if x.numel() else None for x in (values, entropies)]
+    torch.library.opcheck(operator.gradient, (*grads, logits, *saved, *options))
+
+
+def test_a_bad_id_raises_when_the_graph_runs():
+    logits, ids = torch.randn(3, 11), torch.tensor([1, 11, 2])
+    inside, counter = compiled(vk.logprobs)
+    inside(logits, ids.clamp(max=10))
+    with pytest.raises(ValueError, match=r"^logprobs: an id must be in \[0, 11\).* got 11 at"):
+        inside(logits, ids)
+    assert counter.frame_count == 1
+
+    later, _ = compiled(lambda x, i: vk.logprobs(x, i, validate_ids=False))
+    assert later(logits, ids).isnan().tolist() == [False, True, False]
+    # the next op says it, compiled or not, and once
+    with pytest.raises(ValueError, match="got 11 at"):
+        compiled(vk.entropy)[0](logits)
+    vk.check_ids()
+
+
+def test_gradients_of_one_of_two_values():
+    sides, ids = inputs(4)
+    logits = sides[0]
+    for kept in (0, 1):
+
+        def function(x, kept=kept):
+            return (vk.logprobs_and_entropy(x, ids)[kept],)
+
+        assert_same(run(compiled(function)[0], [logits], [True]), run(function, [logits], [True]))

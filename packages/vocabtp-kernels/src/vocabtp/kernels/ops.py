@@ -33,7 +33,7 @@ from vocabtp.kernels._autograd import (
 )
 from vocabtp.kernels._backend import choose
 from vocabtp.kernels._exchange import LOCAL, Exchange
-from vocabtp.kernels._operators import pairs as operators
+from vocabtp.kernels._operators import pairs, tokens
 from vocabtp.kernels._operators.define import Operator
 from vocabtp.kernels._spec import PairSpec, TokenSpec
 
@@ -78,7 +78,7 @@ def logprobs(
             of `[0, V)` other than `ignore_index` - on every rank, whichever has it. For ids on an
             accelerator the row is NaN and the error comes later, see `validate_ids`.
     """
-    checked, ids, spec = _token_call(
+    checked, ids, options = _token_call(
         "logprobs",
         logits,
         index,
@@ -89,7 +89,10 @@ def logprobs(
         vocab_size,
         validate_ids,
     )
-    values: Tensor = call(Logprobs, checked, ids, spec)
+    if torch.compiler.is_compiling():
+        values, *_ = _token_operator(tokens.LOGPROBS, checked, ids, options)
+    else:
+        values = call(Logprobs, checked, ids, _token_spec(checked, options))
     return values.view(index.shape)
 
 
@@ -112,13 +115,19 @@ def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LO
     """
     _begin()
     checked = checks.logits("entropy", "logits", logits)
-    spec = TokenSpec(
+    options = _TokenOptions(
         name="entropy",
-        implementation=choose("entropy", checked).implementation,
         exchange=exchange,
         temperature=checks.temperature("entropy", temperature),
+        ignore_index=-100,
+        vocab_start=0,
+        vocab_size=0,
+        at_once=True,
     )
-    values: Tensor = call(Entropy, checked, spec)
+    if torch.compiler.is_compiling():
+        _, values, *_ = _token_operator(tokens.ENTROPY, checked, None, options)
+    else:
+        values = call(Entropy, checked, _token_spec(checked, options))
     return values.view(checked.shape[:-1])
 
 
@@ -152,7 +161,7 @@ def logprobs_and_entropy(
         TypeError: as for `logprobs`.
         ValueError: as for `logprobs`.
     """
-    checked, ids, spec = _token_call(
+    checked, ids, options = _token_call(
         "logprobs_and_entropy",
         logits,
         index,
@@ -163,7 +172,11 @@ def logprobs_and_entropy(
         vocab_size,
         validate_ids,
     )
-    values, entropies = call(LogprobsAndEntropy, checked, ids, spec)
+    if torch.compiler.is_compiling():
+        operator = tokens.LOGPROBS_AND_ENTROPY
+        values, entropies, *_ = _token_operator(operator, checked, ids, options)
+    else:
+        values, entropies = call(LogprobsAndEntropy, checked, ids, _token_spec(checked, options))
     return values.view(index.shape), entropies.view(checked.shape[:-1])
 
 
@@ -271,15 +284,25 @@ def jsd(
     )
     if not interior:
         return _kl(student, teacher, share == 1.0, options)
-    return _pair(Jsd, operators.JSD, student, teacher, options)
+    return _pair(Jsd, pairs.JSD, student, teacher, options)
 
 
-class _PairOptions(TypedDict):
-    """Everything of a call about two distributions but its tensors and who computes it."""
+class _Options(TypedDict):
+    """Everything of a call but its tensors and who computes it."""
 
     name: str
     exchange: Exchange
     temperature: float
+
+
+class _TokenOptions(_Options):
+    ignore_index: int
+    vocab_start: int
+    vocab_size: int
+    at_once: bool
+
+
+class _PairOptions(_Options):
     clip: float | None
     beta: float
     scale: float
@@ -293,7 +316,7 @@ def _begin() -> None:
 
 def _kl(student: Tensor, teacher: Tensor, reverse: bool, options: _PairOptions) -> Tensor:
     a, b = (student, teacher) if reverse else (teacher, student)
-    return _pair(KlDiv, operators.KL_DIV, a, b, options)
+    return _pair(KlDiv, pairs.KL_DIV, a, b, options)
 
 
 def _pair(
@@ -330,7 +353,7 @@ def _token_call(
     vocab_start: object,
     vocab_size: object,
     validate_ids: object,
-) -> tuple[Tensor, Tensor, TokenSpec]:
+) -> tuple[Tensor, Tensor, _TokenOptions]:
     """Check the arguments of the two ops that take ids; ids come back as `[N, K]`."""
     _begin()
     checked = checks.logits(caller, "logits", logits)
@@ -347,9 +370,8 @@ def _token_call(
         at_once = ids.device.type == "cpu"
     else:
         at_once = checks.flag(caller, "validate_ids", validate_ids)
-    spec = TokenSpec(
+    options = _TokenOptions(
         name=caller,
-        implementation=choose(caller, checked).implementation,
         exchange=exchange,
         temperature=checks.temperature(caller, temperature),
         ignore_index=checks.integer(caller, "ignore_index", ignore_index),
@@ -357,4 +379,25 @@ def _token_call(
         vocab_size=size,
         at_once=at_once,
     )
-    return checked, ids, spec
+    return checked, ids, options
+
+
+def _token_spec(logits: Tensor, options: _TokenOptions) -> TokenSpec:
+    return TokenSpec(**options, implementation=choose(options["name"], logits).implementation)
+
+
+def _token_operator(
+    operator: Operator, logits: Tensor, ids: Tensor | None, options: _TokenOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values: tuple[Tensor, Tensor, Tensor, Tensor] = operator(
+        logits,
+        ids,
+        options["temperature"],
+        options["ignore_index"],
+        options["vocab_start"],
+        options["vocab_size"],
+        options["at_once"],
+        exchange=options["exchange"],
+        name=options["name"],
+    )
+    return values

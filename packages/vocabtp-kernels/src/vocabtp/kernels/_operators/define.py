@@ -29,6 +29,7 @@ class Parts(NamedTuple):
     schema: str
     run: Callable[..., Any]
     fake: Callable[..., Any]  # empty outputs of the right shapes, for the compiler
+    captured: bool = True  # whether a CUDA graph that the compiler makes may contain it
 
 
 class Operator(NamedTuple):
@@ -74,7 +75,11 @@ def define(
 
 def _register(name: str, parts: Parts) -> CustomOpDef:
     op = torch.library.custom_op(
-        f"vocabtp::{name}", parts.run, mutates_args=(), schema=parts.schema
+        f"vocabtp::{name}",
+        parts.run,
+        mutates_args=(),
+        schema=parts.schema,
+        tags=() if parts.captured else (torch.Tag.cudagraph_unsafe,),
     )
     op.register_fake(parts.fake)
     return op
