@@ -202,6 +202,8 @@ def pytest_collection_modifyitems(config, items):
         _preload.extend(["torch.distributed.tensor", "torch._dynamo"])
     if "triton_interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         _preload.append("vocabtp.kernels._triton")
+    if "torch._dynamo" in sys.modules:
+        _preload.extend(["torch._dynamo", "torch._functorch.aot_autograd"])
     wanted = config.getoption("markexpr")
     drop = [m for m in ("gpu", "full") if m not in wanted]
     if config.getoption("--full"):

@@ -69,6 +69,11 @@ def exchange_records(
     error: str | BaseException | None = None,
 ) -> list[Record]:
     """The records of all ranks in rank order, the same list on every rank; one all_gather."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            msg="the ranks compare their arguments before each call of vocabtp.dist; "
+            "give shard= (a VocabShard, made outside) to keep the call in one graph"
+        )
     data = _encode(facts, None if error is None else str(error) or type(error).__name__)
     if group is None or group_size(group) == 1:
         return [_decode(data)]
