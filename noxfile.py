@@ -324,6 +324,13 @@ def xpu_tests(session: nox.Session, layer: str) -> None:
     device_tests(session, layer, "xpu")
 
 
+@nox.session(venv_backend="none")
+def sanitize(session: nox.Session) -> None:
+    """compute-sanitizer over small GPU tests of the kernels; arguments are pytest's."""
+    python, env = environment(session, upto("kernels"), ("test",))
+    session.run(python, "support/sanitize.py", *session.posargs, env=env)
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, strictly and offline, into site/."""

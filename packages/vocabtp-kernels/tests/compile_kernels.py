@@ -1,156 +1,239 @@
-"""Compiles every Triton kernel for devices that need not be there; a script, see test_compile.py.
+"""Compiles the Triton kernels for devices that need not be there; a script, see test_compile.py.
 
-Prints one JSON object a kernel, variant and target: registers, bytes spilled, shared memory, loads
-of 16 bytes. Usage: compile_kernels.py [--full] TARGET...; a target is sm_NN or a gfx name.
+The ops run on CPU tensors of every dtype and layout, each with every option and for each choice of
+gradients. Their launches start nothing: they are taken down, and then specialized and compiled by
+Triton as on the device, with the options they were launched with. So what is compiled is what the
+package launches, and nothing here names a kernel or an argument.
+
+A variant is a kernel with its constants in a call on the usual dtype and layout. With --full each
+is compiled for every other dtype and layout too, whatever that makes of its constants. Without it a
+kernel's first variant is compiled for what is usual, the second for another dtype and layout - the
+first once more, of a kernel that has no second - and the rest for each dtype in turn; the next
+target takes the next of them. Prints one JSON object each.
+
+Usage: compile_kernels.py [--full] TARGET...; a target is sm_NN or a gfx name.
 """
 
+import contextlib
+import functools
+import io
 import json
+import os
 import re
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from types import SimpleNamespace
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
-from vocabtp.kernels._triton import (
-    finish_kernels,
-    ids_kernels,
-    jsd,
-    jsd_kernels,
-    kl_kernels,
-    launch,
-    online,
-    tokens_kernels,
-)
+import vocabtp.kernels as vk
+from vocabtp.kernels import _ids, _triton
+from vocabtp.kernels._triton import launch
+from vocabtp.kernels.testing import OPS
 
-FLOATS = {"c", "inv_t", "clip", "beta", "rest", "scale", "factor", *(f"k{i}" for i in range(2, 8))}
-LOGITS = {"x_ptr", "a_ptr", "b_ptr", "p_ptr", "q_ptr"}
-WRITTEN = {"out_a_ptr", "out_b_ptr", "out_p_ptr", "out_q_ptr"}
-POINTERS = {"skip_ptr": "*i8", "id_ptr": "*i64", "column_ptr": "*i32", "cell_ptr": "*i32"}
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-def variants(hardware, full):
-    """(kernel, constants, options, whether out_ptr is a gradient)."""
-    t, b = {"TILE": launch.TILE}, {"BLOCK": launch.BLOCK}
-    terms = {**t, "EXACT_TILE": jsd._EXACT_TILE, "HARDWARE": hardware}
-    yes_no = (False, True)
-    read, write, small = launch.READ, launch.WRITE, {"num_warps": 4}
-    for e in yes_no:
-        yield tokens_kernels.token_stats_kernel, {"ENTROPY": e, **t}, read, False
-        for ids, some in ((0, 1), (1, 1), (2, 2), (2, 256)) if full else ((e, 1), (2, 256)):
-            which = {"ENTROPY": e, "IDS": int(ids), "SOME": some, **b}
-            yield tokens_kernels.token_grad_kernel, which, write, True
-        for rows, ids in ((128, 1), (64, 2), (1, 256)) if full else ((128, 1), (1, 256)):
-            # a flag in host memory, or none
-            which = {"CELL": e, "ROWS": rows, "BLOCK": ids}
-            yield ids_kernels.resolve_kernel, which, {"num_warps": 1}, False
-            which["ENTROPY"] = e
-            yield ids_kernels.finish_tokens_kernel, which, {"num_warps": 1}, False
-        yield kl_kernels.pair_stats_kernel, {"WEIGHTED": e, **t}, read, False
-    yield kl_kernels.kl_terms_kernel, t, launch.TERMS, False
-    sides = ((True, False), (False, True), (True, True))
-    for one, other in sides if full else sides[:1] + sides[2:]:
-        for clip in yes_no:
-            which = {"GRAD_A": one, "GRAD_B": other, "CLIP": clip, **b}
-            yield kl_kernels.kl_grad_kernel, which, launch.WRITE, False
-    for ends, clip in ((False, False), (True, True), (True, False), (False, True))[
-        : 4 if full else 2
-    ]:
-        more = {"ENDS": ends, "CLIP": clip}
-        yield jsd_kernels.jsd_terms_kernel, {**more, **terms}, launch.TERMS, False
-        for one, other in sides if full else sides[:1]:
-            which = {"GRAD_P": one, "GRAD_Q": other, "HARDWARE": hardware, **more, **b}
-            options = launch.WRITE if ends or clip else launch.WRITE_QUICK
-            yield jsd_kernels.jsd_grad_kernel, which, options, False
-    yield ids_kernels.weights_kernel, {"BLOCK": 256}, {"num_warps": 1}, False
-    yield finish_kernels.pair_scale_kernel, {"BLOCK": 128}, small, False
-    for kind in ("kl", "terms"):
-        yield finish_kernels.finish_kernel, {"KIND": kind, "BLOCK": 128}, small, False
-    yield online.sum_segments, {"PLANES": 3, "BLOCK": 128}, small, False
-    for sides_, weighted, flags in (
-        (1, False, False),
-        (1, True, False),
-        (2, False, False),
-        (2, True, True),
-    ):
-        which = {"SIDES": sides_, "WEIGHTED": weighted, "FLAGS": flags, "BLOCK": 128}
-        yield online.merge_segments, which, small, False
+# rows enough for every block of rows, columns for several segments of one
+ROWS, COLS = 130, 65_536
+TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"]
+LAYOUTS = {  # columns, row stride, first element
+    "aligned": (COLS, 64, 0),
+    "cut": (COLS - 1, 64, 0),
+    "odd": (COLS + 1, 63, 0),
+    "shifted": (COLS, 64, 1),
+}
+DTYPES = {  # of the student, or an only side, and the teacher
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp32": (torch.float32, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "mixed": (torch.bfloat16, torch.float32),
+}
+WAYS = [(dtype, layout) for layout in LAYOUTS for dtype in DTYPES]
+USUAL_LAYOUT, OTHERS = WAYS[:4], WAYS[4:]
+# what testing.OPS leaves out: a clip at a beta close to an end
+CALLS = {**OPS, "jsd_end_clip": ("jsd", {"beta": 0.02, "pointwise_clip": 0.01})}
 
 
-def source(kernel, constants, dtype, aligned, gradient):
-    types, hints = {}, {}
-    for at, name in enumerate(kernel.arg_names):
-        if name in constants:
-            types[name] = "constexpr"
-        elif name in FLOATS:
-            types[name] = "fp32"
-        elif name.endswith("_ptr"):
-            of_dtype = name in LOGITS or name in WRITTEN or (name == "out_ptr" and gradient)
-            types[name] = "*" + (dtype if of_dtype else "fp32")
-            types[name] = POINTERS.get(name, types[name])
-            hints[(at,)] = [["tt.divisibility", 16]]
-        else:
-            types[name] = "i32"
-            if aligned and (name in ("cols", "seg_cols") or "stride" in name):
-                hints[(at,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, types, dict(constants), hints)
+class Twice:
+    """Two ranks that hold the same."""
+
+    def gather(self, x):
+        return torch.stack([x, x])
+
+    def sum(self, x):
+        return x
 
 
-def read_out(compiled, target):
-    """Registers and bytes spilled of a compiled kernel."""
-    if target.backend == "hip":
-        text = compiled.asm["amdgcn"]
-        number = {
-            k: int(re.search(rf"\.{k}:\s+(\d+)", text)[1])
-            for k in ("vgpr_count", "vgpr_spill_count")
-        }
-        return number["vgpr_count"], number["vgpr_spill_count"]
-    ptx = compiled.asm["ptx"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "k.ptx")
-        path.write_text(ptx)
-        assembler = TOOLS / ("ptxas-blackwell" if target.arch >= 100 else "ptxas")
-        gpu = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-        command = [assembler, "-v", f"--gpu-name={gpu}", path, "-o", Path(folder, "k.cubin")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    return int(re.search(r"Used (\d+) registers", said)[1]), spilled
+class Device:
+    """What Triton asks of a driver until it has a kernel to load."""
 
-
-def main(names):
-    full = "--full" in names
-    for name in names:
-        if name.startswith("--"):
-            continue
+    def __init__(self, name):
         cuda = name.startswith("sm_")
-        target = GPUTarget("cuda", int(name[3:]), 32) if cuda else GPUTarget("hip", name, 64)
-        for kernel, constants, options, gradient in variants(cuda, full):
-            if not cuda:
-                options = {k: v for k, v in options.items() if k != "maxnreg"}
-            for dtype in ("bf16", "fp16", "fp32") if full else ("bf16",):
-                for aligned in (True, False) if full else (True,):
-                    src = source(kernel, constants, dtype, aligned, gradient)
-                    compiled = triton.compile(src, target=target, options=dict(options))
-                    registers, spilled = read_out(compiled, target)
-                    row = {
-                        "kernel": kernel.__name__,
-                        "variant": {
-                            k: v for k, v in constants.items() if not k.endswith(("BLOCK", "TILE"))
-                        },
-                        "target": name,
-                        "dtype": dtype,
-                        "aligned": aligned,
-                        "registers": registers,
-                        "spilled": spilled,
-                        "shared": compiled.metadata.shared,
-                        "wide_loads": compiled.asm["ptx"].count("ld.global.v4") if cuda else None,
-                    }
-                    sys.stdout.write(json.dumps(row) + "\n")
+        self.target = GPUTarget("cuda", int(name[3:]), 32) if cuda else GPUTarget("hip", name, 64)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self.target
+
+
+def calls(dtype, layout):
+    """Every op forward and backward, as functions; nobody reads rows, so they overlap."""
+    cols, stride, first = LAYOUTS[layout]
+    buffers = [torch.zeros(cols + ROWS * 64 + 1, dtype=x) for x in DTYPES[dtype]]
+    sides = [x.as_strided((ROWS, cols), (stride, 1), first) for x in buffers]
+    for function, options in CALLS.values():
+        two = function in ("kl_div", "jsd")
+        exchanges = [{}, {"exchange": Twice()}]
+        if function.startswith("logprobs"):
+            ids = [torch.zeros(ROWS, k, dtype=torch.int64) for k in (1, 300)]
+            # reported at once, and as ids on an accelerator are
+            some = [{"index": k, "validate_ids": v} for k in ids for v in (True, False)]
+            exchanges[1] |= {"vocab_size": 2 * cols}
+        else:
+            some = [{}]
+        for more in [a | b for a in some for b in exchanges]:
+            for needed in ((True, False), (False, True), (True, True)) if two else ((True,),):
+                yield functools.partial(both_ways, function, sides, needed, {**options, **more})
+
+
+def both_ways(function, sides, needed, options):
+    leaves = [x.detach().requires_grad_(n) for x, n in zip(sides, needed, strict=False)]
+    values = getattr(vk, function)(*leaves, **options)
+    values = values if isinstance(values, tuple) else (values,)
+    outs = [x for x in leaves if x.requires_grad]
+    torch.autograd.grad(values, outs, [torch.ones_like(v) for v in values])
+
+
+def launches(device):
+    """All that the ops launch: variant -> {(dtype, layout): (kernel, args, options)}."""
+    found, usual, now = {}, {}, SimpleNamespace()
+    cuda = device.target.backend == "cuda"
+
+    def take_down(kernel, *args, grid, warmup, **options):
+        constants = {k: v for k, v in options.items() if k in kernel.arg_names}
+        # a call's launches of a kernel, counted
+        place = (now.call, kernel.__name__, now.launched.count(kernel))
+        now.launched.append(kernel)
+        if now.way == USUAL_LAYOUT[0]:
+            usual[place] = constants
+        variant = (kernel.__name__, json.dumps(usual.get(place, constants)))
+        found.setdefault(variant, {}).setdefault(now.way, (kernel, args, options))
+
+    with contextlib.ExitStack() as patches:
+        _patch(patches, JITFunction, "run", take_down)
+        _patch(patches, _triton, "obstacle", lambda device: None)
+        _patch(patches, launch, "_nvidia", lambda device: cuda)
+        cell = torch.zeros(1, dtype=torch.int32)
+        _patch(patches, _ids.Watch, "cell", property(lambda watch: cell))
+        # what a kernel would have written of ids is read by the host: zeros, nothing wrong
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            _patch(patches, owner, name, zeros(getattr(owner, name)))
+        with vk.backend("triton"):
+            for way in WAYS:
+                for number, call in enumerate(calls(*way)):
+                    now.way, now.call, now.launched = way, number, []
+                    call()
+    return found
+
+
+def zeros(empty):
+    """Like `empty`, but filled, unless it takes time."""
+
+    def filled(*args, **options):
+        made = empty(*args, **options)
+        return made.zero_() if made.numel() < ROWS * 1024 else made
+
+    return filled
+
+
+def _patch(stack, owner, name, value):
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def chosen(found, turn):
+    """The launches to compile without --full: (variant, (dtype, layout), launch)."""
+    kernels = {}
+    for variant in found:
+        kernels.setdefault(variant[0], []).append(variant)
+    for variants in kernels.values():
+        plans = [(variants[0], USUAL_LAYOUT, 0)]
+        # steps of five: dtype and layout both change from one target to the next
+        plans.append((variants[min(1, len(variants) - 1)], OTHERS, 5 * turn))
+        plans += [(v, USUAL_LAYOUT, turn + n) for n, v in enumerate(variants[2:])]
+        for variant, ways, start in plans:
+            there = found[variant]
+            turns = [ways[(start + n) % len(ways)] for n in range(len(ways))]
+            way = next((w for w in turns if w in there), next(iter(there)))
+            yield variant, way, there[way]
+
+
+def compile_one(kernel, args, options):
+    """A compiled kernel, and what ptxas said of it."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        compiled = kernel.run(*args, grid=(1,), warmup=True, **options)
+    return compiled, said.getvalue()
+
+
+def read_out(compiled, said):
+    """Registers, spills and bytes of stack of a compiled kernel."""
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        number = {k: int(re.search(rf"\.{k}:\s+(\d+)", text)[1]) for k in names}
+        return number["vgpr_count"], sum(number[k] for k in names[1:])
+    spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", said)
+    return int(re.search(r"Used (\d+) registers", said)[1]), sum(map(int, spilled.groups()))
+
+
+def rows_of(target, turn, full):
+    """Compile for a target; what came out, an object a kernel."""
+    device = Device(target)
+    driver.set_active(device)
+    found, seen = launches(device), set()
+    every = ((variant, way, it) for variant, ways in found.items() for way, it in ways.items())
+    for (name, constants), (dtype, layout), (kernel, args, options) in (
+        every if full else chosen(found, turn)
+    ):
+        kernel.device_caches.clear()
+        compiled, said = compile_one(kernel, args, options)
+        if compiled.hash in seen:  # the same for another dtype or layout
+            continue
+        seen.add(compiled.hash)
+        registers, spilled = read_out(compiled, said)
+        yield {
+            "kernel": name,
+            "variant": constants,
+            "constants": {k: v for k, v in options.items() if k in kernel.arg_names},
+            "options": {k: v for k, v in options.items() if k not in kernel.arg_names},
+            "target": target,
+            "dtype": dtype,
+            "layout": layout,
+            "registers": registers,
+            "spilled": spilled,
+            "shared": compiled.metadata.shared,
+            "wide_loads": compiled.asm["ptx"].count("ld.global.v4") if "ptx" in compiled.asm else 0,
+        }
+
+
+def main(*words):
+    triton.knobs.nvidia.dump_ptxas_log = True
+    for target in (w for w in words if not w.startswith("--")):
+        turn = TARGETS.index(target) if target in TARGETS else 0
+        for row in rows_of(target, turn, "--full" in words):
+            sys.stdout.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    # a cache would hide what no longer compiles
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        main(*sys.argv[1:])

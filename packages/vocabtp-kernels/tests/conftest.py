@@ -64,3 +64,21 @@ def interpreter():
     with pytest.MonkeyPatch.context() as patch:
         triton_interpreter.patch(patch.setattr)
         yield
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What test_compile.py found: a line a kernel, the most that any of its variants takes."""
+    found = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, value in report.user_properties:
+                found.update(value if name == "compiled" else {})
+    if not found:
+        return
+    terminalreporter.section("registers and bytes of shared memory of the compiled kernels")
+    write = terminalreporter.write_line
+    write(f"{'kernel (variants)':<28}" + "".join(f"{target:>13}" for target in found))
+    for name in sorted({name for kernels in found.values() for name in kernels}):
+        there = [kernels.get(name, (0, 0, 0)) for kernels in found.values()]
+        cells = "".join(f"{registers:>7}{shared:>6}" for _, registers, shared in there)
+        write(f"{f'{name} ({max(there)[0]})':<28}{cells}")
