@@ -2,22 +2,28 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from drawn import LOW, calls, check
+from drawn import LOW, MORE, calls, check
 from vocabtp.kernels.testing import CASES
 from vocabtp.kernels.testing.cases import OPS
 
 EPS = {torch.float32: 2e-6, torch.float64: 1e-10}
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+# to find a smaller call that fails takes minutes: drop `phases` when it is worth them
+TRITON = {
+    "deadline": None,
+    "derandomize": True,
+    "phases": [Phase.generate],
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
 
 # around the tiles and blocks of the kernels
 around = st.sampled_from([1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097])
 
 
 @settings(deadline=None, derandomize=True, max_examples=250)
-@given(calls(st.integers(0, 40), ids=3, dtypes=(*LOW, torch.float64), most_rows=64))
+@given(calls(st.integers(0, 40), ids=3, dtypes=(*LOW, torch.float64), leads=MORE))
 def test_eager_agrees_with_fp64(call):
     """By absolute bounds: the eager path is the yardstick of the others."""
     actual, truth = check(call, "eager")
@@ -30,6 +36,8 @@ def test_eager_agrees_with_fp64(call):
     for grad, right in zip(actual.grads, truth.grads, strict=True):
         rounding = torch.finfo(grad.dtype).eps / 2
         right = torch.where(right.to(grad.dtype).isinf(), right.to(grad.dtype).double(), right)
+        finite = right.isfinite()  # the others are judged by check
+        grad, right = grad[finite], right[finite]
         atol = 4 * EPS[wide] * size * max(1.0, 1 / call.temperature) + 6e-8
         compare(grad, right, rounding + 4 * EPS[wide], atol)
     quiet(call, actual)
@@ -51,8 +59,8 @@ def quiet(call, actual):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(deadline=None, derandomize=True, max_examples=90, suppress_health_check=SLOW)
-@given(calls(st.one_of(st.integers(0, 40), around), ids=4, most_rows=4))
+@settings(max_examples=90, **TRITON)
+@given(calls(st.one_of(st.integers(0, 40), around), ids=4))
 def test_interpreted_triton_agrees_with_fp64(call):
     actual, _ = check(call, "triton")
     quiet(call, actual)
@@ -61,7 +69,7 @@ def test_interpreted_triton_agrees_with_fp64(call):
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 # most of the time is the compiler's: a kernel for each dtype and alignment
-@settings(deadline=None, derandomize=True, max_examples=250, suppress_health_check=SLOW)
+@settings(max_examples=250, **TRITON)
 @given(
     calls(
         st.one_of(
@@ -72,6 +80,7 @@ def test_interpreted_triton_agrees_with_fp64(call):
             st.sampled_from([32_000, 32_767, 32_769, 37_984, 65_537, 75_967, 75_968, 151_936]),
         ),
         ids=20,
+        leads=MORE,
     )
 )
 def test_compiled_triton_agrees_with_fp64(call):
