@@ -70,3 +70,17 @@ def test_low_precision_has_the_bits_of_the_same_numbers_in_fp32(call, rows, dtyp
     # contiguous here, strided there
     wide = [s.float()[:, 1:-1].clone(), t.float()[:, :-2].clone()]
     same(low, run(call, *wide, index, upstream))
+
+
+@pytest.mark.parametrize("call", ["logprobs_and_entropy", "reverse_kl", "jsd"], indirect=True)
+def test_a_row_past_element_2_to_the_31(call):
+    """Rows that far apart; what lies between them, 4 GiB of nothing, is never touched."""
+    stride = 2**30 + 24
+    buffers = [torch.empty(2 * stride + 40, dtype=torch.bfloat16) for _ in range(2)]
+    sides = [x.as_strided((3, 40), (stride, 1)) for x in buffers]
+    g = torch.Generator().manual_seed(6)
+    for side in sides:
+        side.copy_(torch.randn(3, 40, generator=g))
+    index, upstream = torch.tensor([[0, 39]] * 3), torch.randn(3, generator=g)
+    near = run(call, *[x.clone() for x in sides], index, upstream)
+    same(run(call, *sides, index, upstream), near)
