@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import vocabtp.kernels as vk
+from vocabtp.kernels import _eager
 from vocabtp.kernels._operators import define, pairs, tokens
 
 # inductor imports parts of torch that torch deprecates
@@ -146,6 +147,34 @@ def test_the_backend_in_force_is_followed_and_kept_for_the_backward(monkeypatch)
     run(inside, sides)
     assert seen[4:] == ["auto", "auto"]
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("call", ["forward_kl", "jsd"], indirect=True)
+def test_a_frozen_side_costs_no_gradient(call, monkeypatch):
+    written = []
+
+    class Watched:
+        def __getattr__(self, name):
+            function = getattr(_eager, name)
+            if not name.endswith("_grad"):
+                return function
+
+            def grad(a, b, *rest):
+                written.append(
+                    sum(isinstance(x, torch.Tensor) and x.shape == (6, 11) for x in rest)
+                )
+                return function(a, b, *rest)
+
+            return grad
+
+    choice = define.choose("a test", torch.zeros(1, 1))._replace(implementation=Watched())
+    monkeypatch.setattr(define, "choose", lambda *_, **__: choice)
+    inside, _ = compiled(call)
+    sides, _ = inputs(3)
+    run(inside, sides, (True, False))
+    assert written == [1]
+    run(inside, sides, (True, True))
+    assert written == [1, 2]
 
 
 def test_a_backend_chosen_inside_ends_there():
@@ -290,6 +319,7 @@ def test_operators_are_what_they_say(operator, clip):
     for needs in ([True, False], [False, True]):
         args = (torch.ones_like(values), *sides, saved, needs, *options)
         torch.library.opcheck(operator.gradient, args)
+        assert len(operator.gradient(*args)) == 1
 
 
 @pytest.mark.parametrize(
@@ -304,6 +334,9 @@ def test_token_operators_are_what_they_say(operator, columns):
     options = [1.7, -100, 0, 11, True, "local:", "auto", "a test"]
     for form in (operator.plain, operator.sharded):
         torch.library.opcheck(form, (logits.clone().requires_grad_(), ids, *options))
+        # CUDA graphs would overwrite what a report of bad ids needs
+        unsafe = torch.Tag.cudagraph_unsafe in form._opoverload.tags
+        assert unsafe == (ids is not None)
     values, entropies, *saved = operator.plain(logits, ids, *options)
     grads = [torch.ones_like(x) if x.numel() else None for x in (values, entropies)]
     torch.library.opcheck(operator.gradient, (*grads, logits, *saved, *options))
