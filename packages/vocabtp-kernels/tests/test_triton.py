@@ -84,11 +84,10 @@ def small(monkeypatch):
     """Tiles so small that a few hundred columns are several steps of several segments."""
     from vocabtp.kernels._triton import jsd, launch
 
-    monkeypatch.setattr(launch, "TILE", 16)
-    monkeypatch.setattr(launch, "STEP", 64)
+    monkeypatch.setattr(launch, "TILE", 64)
+    monkeypatch.setattr(launch, "STEP", 256)
     monkeypatch.setattr(launch, "BLOCK", 128)
     monkeypatch.setattr(launch, "_LEAST_STEPS", 2)
-    monkeypatch.setattr(jsd, "_TILE", 64)
     monkeypatch.setattr(jsd, "_EXACT_TILE", 64)
     return launch
 
@@ -96,22 +95,22 @@ def small(monkeypatch):
 def several():
     """Two rows of several segments, the first segment of one without support."""
     g = torch.Generator().manual_seed(1)
-    s, t = (torch.randn(3, 523, generator=g) * 3 for _ in range(2))
-    s[0, :140], t[0, :140] = -INF, -INF
-    t[1] = s[1] + 1e-3 * torch.randn(523, generator=g)
-    s[2, :300] -= 200.0
-    return Inputs(s, t, torch.tensor([[400, 3], [1, 1], [522, 0]]), torch.randn(3, generator=g))
+    s, t = (torch.randn(3, 1291, generator=g) * 3 for _ in range(2))
+    s[0, :540], t[0, :540] = -INF, -INF
+    t[1] = s[1] + 1e-3 * torch.randn(1291, generator=g)
+    s[2, :700] -= 200.0
+    return Inputs(s, t, torch.tensor([[900, 3], [1, 1], [1290, 0]]), torch.randn(3, generator=g))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_segments(op, small):
-    assert small.segments(523).number == 3
+    assert small.segments(1291).number == 3
     run(Case(op, several))
 
 
 @pytest.mark.parametrize("op", [*KINDS, "forward_kl_clip", "jsd_clip"])
 def test_shards(op, small):
-    run(Case(op, several), bounds=[(0, 0), (0, 290), (290, 523)], slack=4.0)
+    run(Case(op, several), bounds=[(0, 0), (0, 690), (690, 1291)], slack=4.0)
 
 
 def test_how_rows_are_cut():

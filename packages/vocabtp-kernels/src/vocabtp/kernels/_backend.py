@@ -26,7 +26,8 @@ class Implementation(Protocol):
     """The functions that read or write `[N, L]`, and those of `_stats` that every call needs.
 
     Sums are centred on the maximum of the logits as they are and divided by the temperature after
-    that. Rows in `skip` get gradients of exactly 0. `out` tensors are `[N, L]`, contiguous.
+    that. A row with an upstream of 0 or an undefined side gets gradients of exactly 0. `out`
+    tensors are `[N, L]`, contiguous.
     """
 
     def token_stats(
@@ -98,14 +99,14 @@ class Implementation(Protocol):
         b: Rows,
         stats: ShardStats,
         terms: Tensor | None,
-        scale: Tensor,
-        skip: Tensor,
+        upstream: Tensor,
+        factor: float,
         out_a: Tensor | None,
         out_b: Tensor | None,
         temperature: float,
         clip: float | None,
     ) -> None:
-        """`scale` times `a (d - W / S_a)` and `b - a`, or their clipped forms."""
+        """`upstream` `[N]` times `factor` times `a (d - W / S_a)` and `b - a`, or clipped."""
         ...
 
     def pair_stats(self, p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
@@ -130,15 +131,15 @@ class Implementation(Protocol):
         q: Rows,
         stats: ShardStats,
         terms: Tensor,
-        scale: Tensor,
-        skip: Tensor,
+        upstream: Tensor,
+        factor: float,
         out_p: Tensor | None,
         out_q: Tensor | None,
         temperature: float,
         beta: float,
         clip: float | None,
     ) -> None:
-        """`scale` times `(1 - beta) p (w log(p/m) - E_p)` and `beta q (w log(q/m) - E_q)`."""
+        """The same times `(1 - beta) p (w log(p/m) - E_p)` and `beta q (w log(q/m) - E_q)`."""
         ...
 
     def finish_kl(self, stats: ShardStats) -> Tensor:
@@ -146,12 +147,6 @@ class Implementation(Protocol):
         ...
 
     def finish_terms(self, terms: Tensor, stats: ShardStats, scale: float) -> Tensor:
-        """As in `_stats`."""
-        ...
-
-    def pair_scale(
-        self, upstream: Tensor, stats: ShardStats, factor: float
-    ) -> tuple[Tensor, Tensor]:
         """As in `_stats`."""
         ...
 

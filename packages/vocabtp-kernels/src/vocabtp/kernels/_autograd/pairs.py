@@ -18,11 +18,6 @@ from vocabtp.kernels._spec import PairSpec
 from vocabtp.kernels._stats import ShardStats
 
 
-def _pair_scale(grad: Tensor, stats: ShardStats, spec: PairSpec) -> tuple[Tensor, Tensor]:
-    """Upstream over T, NaN in rows with a NaN, and the rows whose gradient is exactly 0."""
-    return spec.implementation.pair_scale(grad.reshape(-1), stats, spec.scale / spec.temperature)
-
-
 def _pair_outputs(
     inputs: Sequence[Tensor], needs: Sequence[bool]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -62,14 +57,13 @@ def kl_backward(
     stats = ShardStats(maxes, sums, flags)
     grads, (out_a, out_b) = _pair_outputs((a, b), needs)
     with plain(a.device):
-        scale, skip = _pair_scale(grad, stats, spec)
         spec.implementation.kl_grad(
             as_rows(a),
             as_rows(b),
             stats,
             terms[0] if terms else None,
-            scale,
-            skip,
+            grad.reshape(-1),
+            spec.scale / spec.temperature,
             out_a,
             out_b,
             spec.temperature,
@@ -103,14 +97,13 @@ def jsd_backward(
     stats = ShardStats(*parts)
     grads, (out_p, out_q) = _pair_outputs((student, teacher), needs)
     with plain(student.device):
-        scale, skip = _pair_scale(grad, stats, spec)
         spec.implementation.jsd_grad(
             as_rows(student),
             as_rows(teacher),
             stats,
             terms,
-            scale,
-            skip,
+            grad.reshape(-1),
+            spec.scale / spec.temperature,
             out_p,
             out_q,
             spec.temperature,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vocabtp.kernels._eager import tiles
 from vocabtp.kernels._rows import Rows
-from vocabtp.kernels._stats import INF, ShardStats, log_ratio
+from vocabtp.kernels._stats import INF, ShardStats, log_ratio, pair_scale
 
 # up to here six terms of the series are exact; beyond it the plain form loses 5 (fp64: 10) bits
 _SERIES = {torch.float32: 2.0**-5, torch.float64: 2.0**-10}
@@ -60,15 +60,16 @@ def jsd_grad(
     q: Rows,
     stats: ShardStats,
     terms: Tensor,
-    scale: Tensor,
-    skip: Tensor,
+    upstream: Tensor,
+    factor: float,
     out_p: Tensor | None,
     out_q: Tensor | None,
     temperature: float,
     beta: float,
     clip: float | None,
 ) -> None:
-    """One more read, one write a side: `scale` `[N]` times the gradients, 0 in rows of `skip`."""
+    """One more read, one write a side: `upstream` `[N]` times `factor` times the gradients."""
+    scale, skip = pair_scale(upstream, stats, factor)
     for start, stop in tiles.chunks(p, stats.sums.dtype, _BUFFERS):
         p_p, p_q, log_p, log_q, term = _terms(
             p, q, stats.rows(start, stop), start, stop, temperature, beta

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vocabtp.kernels._eager import tiles
 from vocabtp.kernels._rows import Rows
-from vocabtp.kernels._stats import INF, ShardStats, log_ratio
+from vocabtp.kernels._stats import INF, ShardStats, log_ratio, pair_scale
 
 
 def kl_stats(a: Rows, b: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
@@ -60,14 +60,15 @@ def kl_grad(
     b: Rows,
     stats: ShardStats,
     terms: Tensor | None,
-    scale: Tensor,
-    skip: Tensor,
+    upstream: Tensor,
+    factor: float,
     out_a: Tensor | None,
     out_b: Tensor | None,
     temperature: float,
     clip: float | None,
 ) -> None:
-    """One more read, one write a side: `scale` `[N]` times the gradients, 0 in rows of `skip`."""
+    """One more read, one write a side: `upstream` `[N]` times `factor` times the gradients."""
+    scale, skip = pair_scale(upstream, stats, factor)
     for start, stop in tiles.chunks(a, stats.sums.dtype, buffers=10):
         here = stats.rows(start, stop)
         sides = _sides(a, b, here, start, stop, temperature)

@@ -1,7 +1,7 @@
 """Every op as Triton kernels: one read of each logit forward, one read and one write a gradient."""
 
 from vocabtp.kernels._triton.fallback import UNLESS_BROKEN
-from vocabtp.kernels._triton.finish import finish_kl, finish_terms, pair_scale
+from vocabtp.kernels._triton.finish import finish_kl, finish_terms
 from vocabtp.kernels._triton.jsd import jsd_grad, jsd_terms, pair_stats
 from vocabtp.kernels._triton.kl import kl_grad, kl_stats, kl_terms
 from vocabtp.kernels._triton.launch import obstacle
@@ -18,7 +18,6 @@ __all__ = [
     "kl_stats",
     "kl_terms",
     "obstacle",
-    "pair_scale",
     "pair_stats",
     "token_grad",
     "token_stats",

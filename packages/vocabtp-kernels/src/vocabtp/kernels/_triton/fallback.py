@@ -26,7 +26,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "jsd_grad": jsd.jsd_grad,
     "finish_kl": finish.finish_kl,
     "finish_terms": finish.finish_terms,
-    "pair_scale": finish.pair_scale,
 }
 _broken: set[str] = set()  # names of devices
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 
 from vocabtp.kernels._stats import ShardStats
 from vocabtp.kernels._triton import launch
-from vocabtp.kernels._triton.finish_kernels import finish_kernel, pair_scale_kernel
+from vocabtp.kernels._triton.finish_kernels import finish_kernel
 
 
 def _finish(kind: str, stats: ShardStats, terms: Tensor | None, scale: float) -> Tensor:
@@ -41,27 +40,3 @@ def finish_kl(stats: ShardStats) -> Tensor:
 def finish_terms(terms: Tensor, stats: ShardStats, scale: float) -> Tensor:
     """The first row of `terms` times `scale` `[N]`, NaN where a side does not exist."""
     return _finish("terms", stats, terms, scale)
-
-
-def pair_scale(upstream: Tensor, stats: ShardStats, factor: float) -> tuple[Tensor, Tensor]:
-    """`[N]` upstream times `factor`, NaN in rows with a NaN, and the rows of gradient 0."""
-    rows = upstream.shape[0]
-    scale = stats.sums.new_empty(rows)
-    skip = torch.empty(rows, dtype=torch.int8, device=scale.device)
-    if rows:
-        block = launch.row_block(rows)
-        launch.run(
-            pair_scale_kernel,
-            triton.cdiv(rows, block),
-            scale.device,
-            upstream,
-            stats.sums.contiguous(),
-            scale,
-            skip,
-            rows,
-            upstream.stride(0),
-            factor,
-            BLOCK=block,
-            num_warps=4,
-        )
-    return scale, skip

@@ -29,18 +29,3 @@ def finish_kernel(
         term = tl.load(terms_ptr + row, mask=live, other=0.0)
         value = _nan_unless_defined(term * scale, s_a, second)
     tl.store(out_ptr + row, value, mask=live)
-
-
-@triton.jit(do_not_specialize=["rows", "stride"])
-def pair_scale_kernel(
-    grad_ptr, sum_ptr, scale_ptr, skip_ptr, rows, stride, factor, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < rows
-    grad = tl.load(grad_ptr + row.to(tl.int64) * stride, mask=live, other=0.0)
-    s_a = tl.load(sum_ptr + row, mask=live, other=1.0)
-    s_b = tl.load(sum_ptr + rows + row, mask=live, other=1.0)
-    poisoned = (s_a != s_a) | (s_b != s_b)
-    tl.store(scale_ptr + row, tl.where(poisoned, float("nan"), grad * factor), mask=live)
-    skip = (grad == 0.0) | (s_a == 0.0) | (s_b == 0.0)
-    tl.store(skip_ptr + row, skip.to(tl.int8), mask=live)

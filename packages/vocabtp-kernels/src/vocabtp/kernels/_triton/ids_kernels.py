@@ -4,14 +4,8 @@ import triton
 import triton.language as tl
 
 from vocabtp.kernels import _ids
-from vocabtp.kernels._triton.online import (
-    LOWEST,
-    finite_max,
-    moved,
-    moved_weighted,
-    row_offset,
-    seen_max,
-)
+from vocabtp.kernels._triton.loads import row_offset
+from vocabtp.kernels._triton.online import LOWEST, finite_max, moved, moved_weighted, seen_max
 
 ELSEWHERE = tl.constexpr(_ids.ELSEWHERE)
 IGNORED = tl.constexpr(_ids.IGNORED)

@@ -8,13 +8,13 @@ probability that it covers: there the quick way has no digits, and the logits ar
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from vocabtp.kernels._rows import Rows
 from vocabtp.kernels._stats import ShardStats
 from vocabtp.kernels._triton import launch
-from vocabtp.kernels._triton.jsd_kernels import jsd_grad_kernel, jsd_terms_kernel
+from vocabtp.kernels._triton.jsd_grad_kernels import jsd_grad_kernel
+from vocabtp.kernels._triton.jsd_kernels import jsd_terms_kernel
 from vocabtp.kernels._triton.kl import two_sides
 from vocabtp.kernels._triton.merge import add_segments
 from vocabtp.kernels._triton.mixture import series
@@ -22,7 +22,6 @@ from vocabtp.kernels._triton.mixture import series
 _LOG2E = 1.4426950408889634
 # and neither it is for betas outside of these
 _ENDS = (0.05, 0.95)
-_TILE = 1024
 _EXACT_TILE = 256
 
 
@@ -59,7 +58,9 @@ def jsd_terms(
         ENDS=not _ENDS[0] <= beta <= _ENDS[1],
         CLIP=clip is not None,
         HARDWARE=launch.hardware_log(device),
-        TILE=_TILE,
+        **launch.alignment(p, q),
+        STAGES=launch.TERMS_STAGES,
+        TILE=launch.TILE,
         EXACT_TILE=_EXACT_TILE,
         **launch.TERMS,
     )
@@ -76,23 +77,22 @@ def jsd_grad(
     q: Rows,
     stats: ShardStats,
     terms: Tensor,
-    scale: Tensor,
-    skip: Tensor,
+    upstream: Tensor,
+    factor: float,
     out_p: Tensor | None,
     out_q: Tensor | None,
     temperature: float,
     beta: float,
     clip: float | None,
 ) -> None:
-    """One more read, one write a side: `scale` `[N]` times the gradients, 0 in rows of `skip`."""
+    """One more read, one write a side: `upstream` `[N]` times `factor` times the gradients."""
     rows, cols = p.num_rows, p.num_cols
     outs = [x for x in (out_p, out_q) if x is not None]
     if rows == 0 or cols == 0 or not outs:
         return
-    blocks = triton.cdiv(cols, launch.BLOCK)
+    aligned = launch.alignment(p, q, outs=(out_p, out_q))
+    blocks = launch.programs_of_row(cols, aligned["SHIFT"])
     ends = not _ENDS[0] <= beta <= _ENDS[1]
-    # sides of two dtypes would spill registers on some chips
-    quick = not ends and clip is None and p.blocks.dtype == q.blocks.dtype
     launch.run(
         jsd_grad_kernel,
         rows * blocks,
@@ -104,19 +104,22 @@ def jsd_grad(
         stats.maxes,
         stats.sums,
         terms,
-        scale,
-        skip,
+        upstream,
         rows,
         cols,
         blocks,
+        upstream.stride(0),
         *launch.strides(p),
         *launch.strides(q),
         *_scalars(temperature, beta, clip),
+        factor,
         GRAD_P=out_p is not None,
         GRAD_Q=out_q is not None,
         ENDS=ends,
         CLIP=clip is not None,
         HARDWARE=launch.hardware_log(p.device),
+        **aligned,
+        BLOCKS=launch.BLOCKS,
         BLOCK=launch.BLOCK,
-        **(launch.WRITE_QUICK if quick else launch.WRITE),
+        **launch.WRITE,
     )

@@ -8,13 +8,13 @@ f = w (log a - log b + 1) is what the gradient to A needs of it.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from vocabtp.kernels._rows import Rows
 from vocabtp.kernels._stats import ShardStats
 from vocabtp.kernels._triton import launch
-from vocabtp.kernels._triton.kl_kernels import kl_grad_kernel, kl_terms_kernel, pair_stats_kernel
+from vocabtp.kernels._triton.kl_grad_kernels import kl_grad_kernel
+from vocabtp.kernels._triton.kl_kernels import kl_terms_kernel, pair_stats_kernel
 from vocabtp.kernels._triton.merge import add_segments, merge_stats
 
 _LOG2E = 1.4426950408889634
@@ -47,7 +47,9 @@ def two_sides(a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, kl: b
         c,
         inv_t,
         WEIGHTED=kl,
+        STAGES=launch.STAGES,
         TILE=launch.TILE,
+        **launch.alignment(a, b),
         **launch.READ,
     )
     merge_stats(part, out, c, inv_t, sides=2, weighted=kl, flags=kl)
@@ -84,7 +86,9 @@ def kl_terms(a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: floa
         _LOG2E / temperature,
         1.0 / temperature,
         clip,
+        STAGES=launch.TERMS_STAGES,
         TILE=launch.TILE,
+        **launch.alignment(a, b),
         **launch.TERMS,
     )
     return add_segments(part, out)
@@ -95,19 +99,20 @@ def kl_grad(
     b: Rows,
     stats: ShardStats,
     terms: Tensor | None,
-    scale: Tensor,
-    skip: Tensor,
+    upstream: Tensor,
+    factor: float,
     out_a: Tensor | None,
     out_b: Tensor | None,
     temperature: float,
     clip: float | None,
 ) -> None:
-    """One more read, one write a side: `scale` `[N]` times the gradients, 0 in rows of `skip`."""
+    """One more read, one write a side: `upstream` `[N]` times `factor` times the gradients."""
     rows, cols = a.num_rows, a.num_cols
     outs = [x for x in (out_a, out_b) if x is not None]
     if rows == 0 or cols == 0 or not outs:
         return
-    blocks = triton.cdiv(cols, launch.BLOCK)
+    aligned = launch.alignment(a, b, outs=(out_a, out_b))
+    blocks = launch.programs_of_row(cols, aligned["SHIFT"])
     launch.run(
         kl_grad_kernel,
         rows * blocks,
@@ -120,19 +125,22 @@ def kl_grad(
         stats.sums,
         stats.flags,
         stats.sums if terms is None else terms,
-        scale,
-        skip,
+        upstream,
         rows,
         cols,
         blocks,
+        upstream.stride(0),
         *launch.strides(a),
         *launch.strides(b),
         _LOG2E / temperature,
         1.0 / temperature,
         0.0 if clip is None else clip,
+        factor,
         GRAD_A=out_a is not None,
         GRAD_B=out_b is not None,
         CLIP=clip is not None,
+        BLOCKS=launch.BLOCKS,
         BLOCK=launch.BLOCK,
+        **aligned,
         **launch.WRITE,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +19,22 @@ from triton.errors import TritonError
 
 from vocabtp.kernels._rows import Rows
 
-# columns that a program of the forward reads a step: four loads of a tile
+# columns that a program of the forward reads a step: four loads of a tile, which is longer than
+# any phase
 TILE = 1024
 STEP = 4 * TILE
-# columns of a block of an element-wise kernel
-BLOCK = 2048
-# What the kernels were fastest with on an H200; none of it changes a bit. A program costs about as
-# much to start and to end as two steps; more registers than these leave room for fewer programs.
+# columns of a block of an element-wise kernel, and blocks that one of its programs does: to find
+# its row costs a program as much as a block
+BLOCK = 1024
+BLOCKS = 4
+# What the kernels were fastest with on an H200; none of it changes a bit. Stages are the groups of
+# tiles that are on their way or at work. A program costs about as much to start and to end as two
+# steps.
+STAGES = 3
+TERMS_STAGES = 3
 READ = {"num_warps": 4}
 TERMS = {"num_warps": 4}
 WRITE = {"num_warps": 4}
-WRITE_QUICK = {"num_warps": 4, "maxnreg": 80}
 _MOST_SEGMENTS = 8
 _LEAST_STEPS = 8
 
@@ -80,6 +86,68 @@ def strides(rows: Rows) -> tuple[int, int, int]:
     return rows.blocks.shape[1], rows.blocks.stride(0), rows.blocks.stride(1)
 
 
+def programs_of_row(cols: int, shift: bool) -> int:
+    """Programs of an element-wise kernel that a row takes."""
+    # a phase is less than 128 bytes of two bytes each
+    return -(-(cols + 63 if shift else cols) // (BLOCK * BLOCKS))
+
+
+class _Phase(NamedTuple):
+    """What decides where the rows of a tensor lie in lines of 128 bytes, in elements."""
+
+    every: int  # elements of a line
+    inner: int  # rows of the inner dimension, 0 where it does not matter
+    start: int
+    stride_outer: int
+    stride_inner: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether each row begins at a multiple of 16 bytes."""
+        each = self.every // 8
+        return not (self.start % each or self.stride_outer % each or self.stride_inner % each)
+
+
+def _phase(rows: Rows) -> _Phase:
+    size = rows.blocks.element_size()
+    every = 128 // size
+    inner, *strides_ = (x % every if i else x for i, x in enumerate(strides(rows)))
+    start = rows.blocks.data_ptr() // size % every
+    outer = strides_[0] if rows.blocks.shape[0] > 1 else 0
+    return _Phase(every, inner if outer else 0, start, outer, strides_[1])
+
+
+def alignment(*sides: Rows, outs: Sequence[Tensor | None] | None = None) -> dict[str, bool]:
+    """How a kernel reaches whole 16 bytes, as its constants.
+
+    `SHIFT` moves its lanes by the phase of a side, the second with `LEAD_B`; `WIDE_*` says which
+    tensors have that phase. `outs` are the gradients `[N, L]` of an element-wise kernel.
+    """
+    phases = [_phase(side) for side in sides]
+    # loads of two bytes are too narrow, those of four are not
+    lead_b = len(phases) == 2 and _worse(phases[1], phases[0])
+    lead = phases[lead_b]
+    shift = not lead.aligned
+    if outs is not None:
+        # a mask is free only where it is the same for all of 16 bytes
+        shift |= sides[0].num_cols % 16 != 0
+    found = {"SHIFT": shift}
+    if len(phases) == 2:
+        found["LEAD_B"] = lead_b
+    written = [None if x is None else _phase(Rows(x.unsqueeze(0))) for x in outs or ()]
+    for kind, some in (("WIDE", phases), ("WIDE_OUT", written)):
+        for letter, phase in zip("AB", some, strict=False):
+            found[f"{kind}_{letter}"] = phase is not None and (
+                phase == lead if shift else phase.aligned
+            )
+    return found
+
+
+def _worse(one: _Phase, other: _Phase) -> bool:
+    """Whether the first side gains more from aligned loads than the second."""
+    return (one.every, not one.aligned) > (other.every, not other.aligned)
+
+
 def _nvidia(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and not INTERPRETED
 
@@ -89,10 +157,13 @@ def hardware_log(device: torch.device) -> bool:
     return _nvidia(device)
 
 
+def ordering_barrier(device: torch.device) -> bool:
+    """Whether a barrier orders a program's stores to memory, as `bar.sync` does."""
+    return _nvidia(device) or INTERPRETED
+
+
 def run(kernel: Any, programs: int, device: torch.device, *args: object, **options: Any) -> None:
     """Start `programs` programs of a kernel on the device that holds its tensors."""
-    if not _nvidia(device):
-        options.pop("maxnreg", None)
     on_device: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if device.type != "cpu":
         on_device = torch.get_device_module(device).device(device)

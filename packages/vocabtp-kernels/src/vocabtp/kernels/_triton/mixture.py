@@ -50,15 +50,55 @@ def log2_of(y, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _exp2_minus(x, HARDWARE: tl.constexpr):
+    if HARDWARE:
+        # as an instruction of its own the sign would not be free
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 $0, t; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.exp2(-x)
+
+
+@triton.jit
 def quick(x2, beta, rest, HARDWARE: tl.constexpr):
-    """For x to base 2: whether q is the larger side, r, m over the larger side, -g and |x|."""
+    """For x to base 2: r, m over the larger side, g and |x|."""
     q_larger = x2 > 0.0
     # NaN, where both sides are masked, compares false
     far = tl.abs(x2)
     far = tl.where(far < _FAR, far, _FAR)
-    r = tl.exp2(-far)
+    r = _exp2_minus(far, HARDWARE)
     mix = tl.where(q_larger, beta, rest) + tl.where(q_larger, rest, beta) * r
-    return q_larger, r, mix, -log2_of(mix, HARDWARE), far
+    return r, mix, log2_of(mix, HARDWARE), far
+
+
+@triton.jit
+def add_by_sign(sum_p, sum_q, x, small, log_small, large, log_large, HARDWARE: tl.constexpr):
+    """Add the larger side's product to the sum of q where x > 0, else to that of p."""
+    if HARDWARE:
+        # four instructions under a predicate; selecting first would take six
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred q;
+            setp.gt.f32 q, $4, 0f00000000;
+            mov.f32 $0, $2;
+            mov.f32 $1, $3;
+            @q fma.rn.f32 $0, $5, $6, $0;
+            @q fma.rn.f32 $1, $7, $8, $1;
+            @!q fma.rn.f32 $0, $7, $8, $0;
+            @!q fma.rn.f32 $1, $5, $6, $1;
+            }""",
+            "=&f,=&f,f,f,f,f,f,f,f",
+            [sum_p, sum_q, x, small, log_small, large, log_large],
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        t_small, t_large = small * log_small, large * log_large
+        q_larger = x > 0.0
+        sum_p += tl.where(q_larger, t_small, t_large)
+        sum_q += tl.where(q_larger, t_large, t_small)
+        return sum_p, sum_q
 
 
 @triton.jit
@@ -89,9 +129,10 @@ def exact(x, beta, rest, k2, k3, k4, k5, k6, k7, ENDS: tl.constexpr, HARDWARE: t
         log_p = -_log_mix(x, beta, rest)
         log_q = -_log_mix(-x, rest, beta)
     else:
-        q_larger, _, _, log_large, far = quick(x * _LOG2E, beta, rest, HARDWARE)
-        log_small = (log_large - far) * _LN2
-        log_large *= _LN2
+        _, _, log_mix, far = quick(x * _LOG2E, beta, rest, HARDWARE)
+        q_larger = x > 0.0
+        log_small = (log_mix + far) * -_LN2
+        log_large = log_mix * -_LN2
         log_p = tl.where(q_larger, log_small, log_large)
         log_q = tl.where(q_larger, log_large, log_small)
     log_p = tl.where(near, -beta * t * (1.0 + rest * big_g), log_p)

@@ -1,9 +1,9 @@
 """Helpers on the device: finding a row, loading it, running maxima, sums of a fixed order.
 
 A program keeps `TILE` slots, and slot j sees the columns j, j + TILE, j + 2 TILE and so on of its
-segment. Every step is element-wise over the slots, so that neither the dtype nor the alignment of
-the logits, nor anything else that decides which thread holds a slot, can change a bit. Slots are
-put together by `fold`, which adds neighbours pair by pair first.
+segment, four of them a step. Every step is element-wise over the slots, so that neither the dtype
+nor the alignment of the logits, nor anything else that decides which thread holds a slot, can
+change a bit. Slots are put together by `fold`, which adds neighbours pair by pair first.
 
 A slot's running maximum starts at the lowest finite number rather than at -inf: then no step forms
 -inf - -inf, and a masked logit has exp2(-inf) = 0.
@@ -17,41 +17,6 @@ INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def row_offset(row, inner, stride_outer, stride_inner):
-    # int64: a row's offset passes 2**31 at 8192 rows of 262144 columns
-    outer = (row // inner).to(tl.int64)
-    return outer * stride_outer + (row % inner).to(tl.int64) * stride_inner
-
-
-@triton.jit
-def widen(x):
-    """To fp32; a bf16 number is the upper half of one, and shifting it costs less than a cast."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
-def load(ptr, cols, limit, MASKED: tl.constexpr):
-    if MASKED:
-        x = tl.load(ptr + cols, mask=cols < limit, other=-float("inf"))
-    else:
-        x = tl.load(ptr + cols)
-    return widen(x)
-
-
-@triton.jit
-def load4(ptr, cols, limit, TILE: tl.constexpr, MASKED: tl.constexpr):
-    return (
-        load(ptr, cols, limit, MASKED),
-        load(ptr, cols + TILE, limit, MASKED),
-        load(ptr, cols + 2 * TILE, limit, MASKED),
-        load(ptr, cols + 3 * TILE, limit, MASKED),
-    )
-
-
-@triton.jit
 def raise_max(m, x0, x1, x2, x3, c):
     """The new maximum, the shift to it from the old one, and exp2 of that shift."""
     new = tl.maximum(m, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
@@ -61,8 +26,10 @@ def raise_max(m, x0, x1, x2, x3, c):
 
 
 @triton.jit
-def fold(x, TILE: tl.constexpr):
+def fold(x, phase, TILE: tl.constexpr, SHIFT: tl.constexpr):
     """The sum of `TILE` slots, in one order whichever thread holds which slot."""
+    if SHIFT:
+        x = tl.gather(x, (tl.arange(0, TILE) + phase) % TILE, 0)
     a, b = tl.split(tl.reshape(x, [TILE // 2, 2]))
     a, b = tl.split(tl.reshape(a + b, [TILE // 4, 2]))
     a, b = tl.split(tl.reshape(a + b, [TILE // 8, 2]))

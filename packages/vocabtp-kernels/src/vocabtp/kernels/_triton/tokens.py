@@ -68,6 +68,8 @@ def token_stats(
             c,
             inv_t,
             ENTROPY=entropy,
+            **launch.alignment(logits),
+            STAGES=launch.STAGES,
             TILE=launch.TILE,
             **launch.READ,
         )
@@ -212,30 +214,38 @@ def token_grad(
         upstream = grad_logprobs
         if ids > 1:
             upstream, weights = _weigh(columns, grad_logprobs, temperature)
-    blocks = triton.cdiv(cols, launch.BLOCK)
-    launch.run(
-        token_grad_kernel,
-        rows * blocks,
-        logits.device,
-        logits.blocks,
-        out,
-        stats,
-        columns,
-        upstream,
-        weights,
-        stats if grad_entropy is None else grad_entropy,
-        rows,
-        cols,
-        blocks,
-        ids,
-        *launch.strides(logits),
-        upstream.stride(0),
-        0 if grad_entropy is None else grad_entropy.stride(0),
-        _LOG2E / temperature,
-        1.0 / temperature,
-        ENTROPY=grad_entropy is not None,
-        IDS=min(ids, 2),
-        BLOCK=launch.BLOCK,
-        SOME=min(_IDS, triton.next_power_of_2(max(ids, 1))),
-        **launch.WRITE,
-    )
+    aligned = launch.alignment(logits, outs=(out,))
+    blocks = launch.programs_of_row(cols, aligned["SHIFT"])
+    # two stores to one place keep their order across a barrier where barriers order memory
+    parts = (True, False) if ids > 1 and not launch.ordering_barrier(out.device) else (True,)
+    for dense in parts:
+        launch.run(
+            token_grad_kernel,
+            rows * blocks,
+            logits.device,
+            logits.blocks,
+            out,
+            stats,
+            columns,
+            upstream,
+            weights,
+            stats if grad_entropy is None else grad_entropy,
+            rows,
+            cols,
+            blocks,
+            ids,
+            *launch.strides(logits),
+            upstream.stride(0),
+            0 if grad_entropy is None else grad_entropy.stride(0),
+            _LOG2E / temperature,
+            1.0 / temperature,
+            ENTROPY=grad_entropy is not None,
+            IDS=min(ids, 2),
+            DENSE=dense,
+            LAST=dense is parts[-1],
+            BLOCKS=launch.BLOCKS,
+            BLOCK=launch.BLOCK,
+            SOME=min(_IDS, triton.next_power_of_2(max(ids, 1))),
+            **aligned,
+            **launch.WRITE,
+        )

@@ -4,15 +4,27 @@ import triton
 import triton.language as tl
 
 from vocabtp.kernels._triton.ids_kernels import BAD, IGNORED
+from vocabtp.kernels._triton.loads import (
+    back,
+    first_tile,
+    in_whole,
+    lanes_of,
+    load_at,
+    load_block,
+    masked4,
+    next4,
+    phase_of,
+    ragged,
+    row_offset,
+    store_block,
+    whole_tiles,
+)
 from vocabtp.kernels._triton.online import (
     LOWEST,
     fold,
-    load,
-    load4,
     moved,
     moved_weighted,
     raise_max,
-    row_offset,
     seen_max,
 )
 
@@ -28,10 +40,7 @@ def _add(total, weighted, x, m, c, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def _step(
-    m, total, weighted, ptr, cols, limit, c, E: tl.constexpr, T: tl.constexpr, M: tl.constexpr
-):
-    x0, x1, x2, x3 = load4(ptr, cols, limit, T, M)
+def _step(m, total, weighted, x0, x1, x2, x3, c, E: tl.constexpr):
     m, shift, weight = raise_max(m, x0, x1, x2, x3, c)
     if E:
         weighted = (weighted + shift * total) * weight
@@ -57,34 +66,42 @@ def token_stats_kernel(
     c,
     inv_t,
     ENTROPY: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WIDE_A: tl.constexpr,
+    STAGES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0) // n_seg
     seg = tl.program_id(0) % n_seg
     x_ptr += row_offset(row, inner, stride_outer, stride_inner)
-    lanes = tl.arange(0, TILE)
+    phase = phase_of(x_ptr, SHIFT)
+    x_ptr = back(x_ptr, phase, WIDE_A)
     start = seg * seg_cols
-    steps = (tl.minimum(start + seg_cols, cols) - start) // (4 * TILE)
+    stop = tl.minimum(start + seg_cols, cols)
+    limit = cols + phase
+    lanes, ahead = lanes_of(phase, TILE)
     m = tl.full([TILE], LOWEST, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     weighted = tl.zeros([TILE], tl.float32)
-    for i in range(steps):
-        at = start + i * (4 * TILE) + lanes
-        m, total, weighted = _step(m, total, weighted, x_ptr, at, cols, c, ENTROPY, TILE, False)
-    tail = start + steps * (4 * TILE)
-    if tail < tl.minimum(start + seg_cols, cols):
-        at = tail + lanes
-        m, total, weighted = _step(m, total, weighted, x_ptr, at, cols, c, ENTROPY, TILE, True)
+    last = first_tile(x_ptr, start, phase, limit, TILE, SHIFT)
+    masked = start + whole_tiles(start, stop, cols, phase, 4, TILE, SHIFT) * (4 * TILE)
+    for first in tl.range(start, masked, 4 * TILE, num_stages=STAGES):
+        at = first + tl.arange(0, TILE)
+        x0, x1, x2, x3, last = next4(x_ptr, at, last, ahead, TILE, SHIFT)
+        m, total, weighted = _step(m, total, weighted, x0, x1, x2, x3, c, ENTROPY)
+    for first in range(masked, stop, 4 * TILE):
+        x0, x1, x2, x3 = masked4(x_ptr, first + lanes, limit, TILE)
+        m, total, weighted = _step(m, total, weighted, x0, x1, x2, x3, c, ENTROPY)
     top = tl.max(m, 0)
     shift = tl.maximum(m - top, LOWEST)
-    sum_ = fold(moved(total, shift, c), TILE)
+    sum_ = fold(moved(total, shift, c), phase, TILE, SHIFT)
     out = part_ptr + seg * rows.to(tl.int64) + row
     plane = n_seg.to(tl.int64) * rows
     tl.store(out, seen_max(top, sum_))
     tl.store(out + plane, sum_)
     if ENTROPY:
-        sum_ = fold(moved_weighted(weighted, total, shift, 0.0, c, 1.0), TILE)
-        tl.store(out + 2 * plane, sum_ * inv_t)
+        moved_w = moved_weighted(weighted, total, shift, 0.0, c, 1.0)
+        tl.store(out + 2 * plane, fold(moved_w, phase, TILE, SHIFT) * inv_t)
 
 
 @triton.jit
@@ -122,6 +139,44 @@ def _upstream(
     return weight, total, idle | (s == 0.0)
 
 
+@triton.jit
+def _grad(
+    x, at, column, skip, m, inv_s, centre, weight, total, c, inv_t,
+    ENTROPY: tl.constexpr, ONE_ID: tl.constexpr,
+):  # fmt: skip
+    grad = tl.zeros_like(x)
+    if not skip:
+        grad = _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY)
+        if ONE_ID:
+            grad = tl.where(at == column, grad + total, grad)
+    return grad
+
+
+@triton.jit
+def _write_ids(
+    x_ptr, out_ptr, column_ptr, weight_ptr, ids, start, width, limit, phase, m, inv_s, centre,
+    weight, total, c, inv_t,
+    ENTROPY: tl.constexpr, DENSE: tl.constexpr, SHIFT: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """The program's columns with ids once more, while they are near."""
+    if DENSE:
+        # after all of the program's stores
+        tl.debug_barrier()
+    for some in range(0, ids, SOME):
+        k = some + tl.arange(0, SOME)
+        column = tl.load(column_ptr + k, mask=k < ids, other=-1)
+        at = column + phase
+        mine = (at >= start) & (at < start + width)
+        if SHIFT:
+            whole = in_whole(at, phase, limit, SHIFT)
+            mine = (mine & whole) | ((start == 0) & (whole == 0))
+        mine = mine & (column >= 0)
+        x = tl.load(x_ptr + at, mask=mine, other=0.0).to(tl.float32)
+        own = _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY)
+        own += tl.load(weight_ptr + k, mask=mine, other=0.0)
+        tl.store(out_ptr + at, own, mask=mine)
+
+
 @triton.jit(do_not_specialize=["rows", "inner", "blocks", "ids", "grad_row", "entropy_row"])
 def token_grad_kernel(
     x_ptr,
@@ -144,42 +199,66 @@ def token_grad_kernel(
     inv_t,
     ENTROPY: tl.constexpr,
     IDS: tl.constexpr,
+    DENSE: tl.constexpr,
+    LAST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WIDE_A: tl.constexpr,
+    WIDE_OUT_A: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):
-    """`IDS` is 0, 1, or 2 for many: then `weights_kernel` has been, and `grad_ptr` its sums."""
+    """`IDS` is 0, 1, or 2 for many: then `weights_kernel` has been, and `grad_ptr` its sums.
+
+    DENSE writes each column, LAST the columns of many ids once more.
+    """
     row = tl.program_id(0) // blocks
-    begin = (tl.program_id(0) % blocks) * BLOCK
-    at = begin + tl.arange(0, BLOCK)
-    # before all else: nothing waits for anything then
+    start = (tl.program_id(0) % blocks) * (BLOCKS * BLOCK)
     x_ptr += row_offset(row, inner, stride_outer, stride_inner)
-    x = load(x_ptr, at, cols, True)
+    phase = phase_of(x_ptr, SHIFT)
+    x_ptr = back(x_ptr, phase, WIDE_A)
+    out_ptr = back(out_ptr + row.to(tl.int64) * cols, phase, WIDE_OUT_A)
+    limit = cols + phase
+    # before all else: nothing waits for anything then
+    if DENSE:
+        x = load_block(x_ptr, start, limit, phase, BLOCK, SHIFT)
     m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + rows + row)
     weight, total, skip = _upstream(
         row, s, column_ptr, grad_ptr, grad_row, entropy_ptr, entropy_row, inv_t, rows, ENTROPY, IDS
     )
+    inv_s = 1.0 / s
     centre = 0.0
     if ENTROPY:
         centre = tl.load(stats_ptr + 2 * rows.to(tl.int64) + row) / s
-    out_ptr += row.to(tl.int64) * cols
-    grad = tl.zeros([BLOCK], tl.float32)
-    if not skip:
-        grad = _grad_of_p(x, m, 1.0 / s, centre, weight, total, c, inv_t, ENTROPY)
+    if DENSE:
+        column = -1
         if IDS == 1:
-            grad = tl.where(at == tl.load(column_ptr + row), grad + total, grad)
-    tl.store(out_ptr + at, grad, mask=at < cols)
-    if IDS == 2:  # noqa: SIM102 - one is the compiler's, the other the device's
+            column = tl.load(column_ptr + row) + phase
+            # codes of no column stay below 0
+            column = tl.where(column < phase, -1, column)
+        for i in tl.static_range(BLOCKS):
+            first = start + i * BLOCK
+            if i + 1 < BLOCKS:
+                next_x = load_block(x_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT)
+            grad = _grad(
+                x, first + tl.arange(0, BLOCK), column, skip, m, inv_s, centre, weight, total, c,
+                inv_t, ENTROPY, IDS == 1,
+            )  # fmt: skip
+            store_block(out_ptr, first, limit, phase, grad, BLOCK, SHIFT, WIDE_OUT_A)
+            if i + 1 < BLOCKS:
+                x = next_x
+        if SHIFT and start == 0:
+            at, mine = ragged(phase, limit)
+            ragged_grad = _grad(
+                load_at(x_ptr, at, mine), at, column, skip, m, inv_s, centre, weight, total, c,
+                inv_t, ENTROPY, IDS == 1,
+            )  # fmt: skip
+            tl.store(out_ptr + at, ragged_grad, mask=mine)
+    if IDS == 2 and LAST:  # noqa: SIM102 - one is the compiler's, the other the device's
         if not skip:
-            # while the block is near: its columns with ids once more
-            tl.debug_barrier()
-            first = row.to(tl.int64) * ids
-            column_ptr += first
-            weight_ptr += first
-            for start in range(0, ids, SOME):
-                k = start + tl.arange(0, SOME)
-                column = tl.load(column_ptr + k, mask=k < ids, other=-1)
-                mine = (column >= begin) & (column < begin + BLOCK)
-                near = tl.load(x_ptr + column, mask=mine, other=0.0).to(tl.float32)
-                own = _grad_of_p(near, m, 1.0 / s, centre, weight, total, c, inv_t, ENTROPY)
-                own += tl.load(weight_ptr + k, mask=mine, other=0.0)
-                tl.store(out_ptr + column, own, mask=mine)
+            first_id = row.to(tl.int64) * ids
+            _write_ids(
+                x_ptr, out_ptr, column_ptr + first_id, weight_ptr + first_id, ids, start,
+                BLOCKS * BLOCK, limit, phase, m, inv_s, centre, weight, total, c, inv_t,
+                ENTROPY, DENSE, SHIFT, SOME,
+            )  # fmt: skip
