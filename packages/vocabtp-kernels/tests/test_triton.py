@@ -7,7 +7,7 @@ import vocabtp.kernels as vk
 from vocabtp.kernels import _eager, reference
 from vocabtp.kernels.testing import OPS, check_case
 from vocabtp.kernels.testing.cases import Case
-from vocabtp.kernels.testing.inputs import Inputs, copies, narrow, no_rows, one_row, views
+from vocabtp.kernels.testing.inputs import Inputs, copies, lowest, narrow, no_rows, one_row, views
 
 INF, NAN = float("inf"), float("nan")
 WIDTH = 301
@@ -77,6 +77,11 @@ def test_edges_in_fp16(op):
 @pytest.mark.parametrize("op", KINDS)
 def test_layouts(op, make):
     run(Case(op, make))
+
+
+@pytest.mark.parametrize("op", ["entropy", "forward_kl", "reverse_kl", "reverse_kl_clip", "jsd"])
+def test_the_lowest_number_is_no_mask(op):
+    run(Case(op, lowest))
 
 
 @pytest.fixture

@@ -130,8 +130,8 @@ def token_grad(
         if entropy_weight is None:
             grad.mul_(total[start:stop, None])
         else:
-            # at a masked token p is 0 and u must not be -inf
-            u.masked_fill_(u == -INF, 0.0).sub_((sums[1] / sums[0])[:, None])
+            # where p is 0 u must not be -inf, nor become it
+            u.masked_fill_(grad == 0, 0.0).sub_((sums[1] / sums[0])[:, None])
             u.mul_(entropy_weight[start:stop, None]).add_(total[start:stop, None])
             grad.mul_(u)
         _add_chosen(grad, columns[start:stop], weights[start:stop])

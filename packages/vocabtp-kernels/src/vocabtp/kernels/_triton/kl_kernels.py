@@ -43,10 +43,11 @@ def _step(
 ):  # fmt: skip
     m_a, shift_a, weight_a = raise_max(m_a, a0, a1, a2, a3, c)
     m_b, shift_b, weight_b = raise_max(m_b, b0, b1, b2, b3, c)
-    if W:
-        weighted = (weighted + (shift_a - shift_b) * sum_a) * weight_a
     sum_a *= weight_a
     sum_b *= weight_b
+    if W:
+        # the sum moved first: a shift of B may be as large as a number can be
+        weighted = weighted * weight_a + (shift_a - shift_b) * sum_a
     sum_a, sum_b, weighted = _add(sum_a, sum_b, weighted, a0, b0, m_a, m_b, c, W)
     sum_a, sum_b, weighted = _add(sum_a, sum_b, weighted, a1, b1, m_a, m_b, c, W)
     sum_a, sum_b, weighted = _add(sum_a, sum_b, weighted, a2, b2, m_a, m_b, c, W)

@@ -59,8 +59,9 @@ def moved(total, shift, c):
 def moved_weighted(weighted, total, shift, other_shift, c, scale):
     """A weighted sum centred elsewhere; `scale` turns shifts into its unit."""
     weight = tl.exp2(shift * c)
-    sum_ = weighted + (shift - other_shift) * scale * total
-    return tl.where((weight == 0.0) & (total == total), 0.0, weight * sum_)
+    # the sum moved first: a shift may be as large as a number can be
+    sum_ = weight * weighted + (shift - other_shift) * (scale * (weight * total))
+    return tl.where((weight == 0.0) & (total == total), 0.0, sum_)
 
 
 @triton.jit(do_not_specialize=["rows", "n_seg"])

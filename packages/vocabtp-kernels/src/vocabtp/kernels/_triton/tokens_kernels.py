@@ -42,9 +42,10 @@ def _add(total, weighted, x, m, c, ENTROPY: tl.constexpr):
 @triton.jit
 def _step(m, total, weighted, x0, x1, x2, x3, c, E: tl.constexpr):
     m, shift, weight = raise_max(m, x0, x1, x2, x3, c)
-    if E:
-        weighted = (weighted + shift * total) * weight
     total *= weight
+    if E:
+        # the sum moved first: a shift may be as large as a number can be
+        weighted = weighted * weight + shift * total
     total, weighted = _add(total, weighted, x0, m, c, E)
     total, weighted = _add(total, weighted, x1, m, c, E)
     total, weighted = _add(total, weighted, x2, m, c, E)

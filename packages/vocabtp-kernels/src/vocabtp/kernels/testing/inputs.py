@@ -107,6 +107,18 @@ def masked() -> Inputs:
     return made
 
 
+def lowest() -> Inputs:
+    """Numbers of which a few add up to infinity: low ones are no mask, though they look like it."""
+    made = _normal(5, 9_001)
+    made.student[0, :4_300], made.teacher[0, :4_300] = -200.0, -1e38
+    made.student[1, 4_200:], made.teacher[1, 4_200:] = -1e38, -150.0
+    made.student[2, 7:], made.teacher[2, 7:] = -1e38, -1e38
+    made.student[3, 5_000:5_003], made.teacher[3, 5_000:5_003] = -120.0, -1e38
+    made.student[4, 5], made.teacher[4, 5] = 1e38, 1e38
+    made.index.fill_(5)
+    return made
+
+
 def disagreement() -> Inputs:
     """Tokens outside one support only, with and without an upstream gradient."""
     made = _normal(6, 50)
@@ -164,6 +176,7 @@ INPUTS: tuple[Callable[[], Inputs], ...] = (
     offsets,
     extremes,
     masked,
+    lowest,
     disagreement,
     undefined,
     views,
