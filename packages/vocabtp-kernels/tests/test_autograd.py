@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vocabtp.kernels as vk
-from vocabtp.kernels import _backend, _eager, ops, reference
+from vocabtp.kernels import _backend, _calls, _eager, reference
 from vocabtp.kernels.testing import run_sharded
 
 BOUNDS = {
@@ -208,7 +208,7 @@ def test_autocast_is_off_where_an_implementation_runs(call, monkeypatch):
             return getattr(_eager, name)
 
     choice = _backend.Choice(Watched(), "watched", "a test")
-    monkeypatch.setattr(ops, "choose", lambda caller, *x: choice)
+    monkeypatch.setattr(_calls, "choose", lambda caller, *x: choice)
     leaves = [x.detach().float().requires_grad_() for x in pair()][: call.sides]
     with torch.autocast("cpu", torch.bfloat16):
         sum(v.sum() for v in call(*leaves, index=IDS)).backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vocabtp.kernels as vk
-from vocabtp.kernels import _backend, _eager, ops
+from vocabtp.kernels import _backend, _calls, _eager
 
 
 def test_eager_runs_and_says_why():
@@ -62,7 +62,7 @@ def test_the_backward_runs_with_the_implementation_of_its_forward(call, monkeypa
 
     watched = Watched()
     choice = _backend.Choice(watched, "watched", "a test")
-    monkeypatch.setattr(ops, "choose", lambda caller, *x: choice)
+    monkeypatch.setattr(_calls, "choose", lambda caller, *x: choice)
     x = torch.randn(2, 3, requires_grad=True)
     values = call(x, x.detach(), index=torch.zeros(2, dtype=torch.int64))
     forward = list(watched.calls)

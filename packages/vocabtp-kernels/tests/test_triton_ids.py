@@ -148,7 +148,7 @@ def test_shards_and_a_bad_id_of_another_rank(many):
 @pytest.mark.parametrize("triton", ["token_stats", "finish_tokens", "token_grad"])
 def test_a_call_may_change_its_implementation(triton, monkeypatch):
     """As after a kernel that does not compile: one step of Triton, the others eager."""
-    from vocabtp.kernels import _backend, _eager, _triton, ops
+    from vocabtp.kernels import _backend, _calls, _eager, _triton
     from vocabtp.kernels._triton import launch
 
     for name, value in (("TILE", 16), ("STEP", 64), ("_LEAST_STEPS", 2)):
@@ -163,7 +163,7 @@ def test_a_call_may_change_its_implementation(triton, monkeypatch):
 
     def run(implementation):
         choice = _backend.Choice(implementation, "mixed", "a test")
-        monkeypatch.setattr(ops, "choose", lambda caller, *x: choice)
+        monkeypatch.setattr(_calls, "choose", lambda caller, *x: choice)
         leaf = x.clone().requires_grad_()
         lp, h = vk.logprobs_and_entropy(leaf, ids, validate_ids=False)
         with pytest.raises(ValueError, match=r"got 300 at position \[1\]"):

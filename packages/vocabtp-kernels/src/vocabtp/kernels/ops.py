@@ -17,25 +17,10 @@ columns.
 
 from __future__ import annotations
 
-from typing import TypedDict
-
-import torch
 from torch import Tensor
 
-from vocabtp.kernels import _ids, checks
-from vocabtp.kernels._autograd import (
-    Entropy,
-    Jsd,
-    KlDiv,
-    Logprobs,
-    LogprobsAndEntropy,
-    call,
-)
-from vocabtp.kernels._backend import choose
+from vocabtp.kernels import _calls, checks
 from vocabtp.kernels._exchange import LOCAL, Exchange
-from vocabtp.kernels._operators import pairs, tokens
-from vocabtp.kernels._operators.define import Operator
-from vocabtp.kernels._spec import PairSpec, TokenSpec
 
 # an interior beta below fp32's range would leave nothing to rescale; nothing that is
 # representable tells this one from a smaller one
@@ -78,7 +63,7 @@ def logprobs(
             of `[0, V)` other than `ignore_index` - on every rank, whichever has it. For ids on an
             accelerator the row is NaN and the error comes later, see `validate_ids`.
     """
-    checked, ids, options = _token_call(
+    checked, ids, options = _calls.token_call(
         "logprobs",
         logits,
         index,
@@ -89,11 +74,7 @@ def logprobs(
         vocab_size,
         validate_ids,
     )
-    if torch.compiler.is_compiling():
-        values, *_ = _token_operator(tokens.LOGPROBS, checked, ids, options)
-    else:
-        values = call(Logprobs, checked, ids, _token_spec(checked, options))
-    return values.view(index.shape)
+    return _calls.logprobs(checked, ids, options).view(index.shape)
 
 
 def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LOCAL) -> Tensor:
@@ -113,9 +94,9 @@ def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LO
         TypeError: an argument of the wrong type.
         ValueError: logits of no dimension, a temperature out of range.
     """
-    _begin()
+    _calls.begin()
     checked = checks.logits("entropy", "logits", logits)
-    options = _TokenOptions(
+    options = _calls.TokenOptions(
         name="entropy",
         exchange=exchange,
         temperature=checks.temperature("entropy", temperature),
@@ -124,11 +105,7 @@ def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LO
         vocab_size=0,
         at_once=True,
     )
-    if torch.compiler.is_compiling():
-        _, values, *_ = _token_operator(tokens.ENTROPY, checked, None, options)
-    else:
-        values = call(Entropy, checked, _token_spec(checked, options))
-    return values.view(checked.shape[:-1])
+    return _calls.entropy(checked, options).view(checked.shape[:-1])
 
 
 def logprobs_and_entropy(
@@ -161,7 +138,7 @@ def logprobs_and_entropy(
         TypeError: as for `logprobs`.
         ValueError: as for `logprobs`.
     """
-    checked, ids, options = _token_call(
+    checked, ids, options = _calls.token_call(
         "logprobs_and_entropy",
         logits,
         index,
@@ -172,11 +149,7 @@ def logprobs_and_entropy(
         vocab_size,
         validate_ids,
     )
-    if torch.compiler.is_compiling():
-        operator = tokens.LOGPROBS_AND_ENTROPY
-        values, entropies, *_ = _token_operator(operator, checked, ids, options)
-    else:
-        values, entropies = call(LogprobsAndEntropy, checked, ids, _token_spec(checked, options))
+    values, entropies = _calls.logprobs_and_entropy(checked, ids, options)
     return values.view(index.shape), entropies.view(checked.shape[:-1])
 
 
@@ -213,9 +186,9 @@ def kl_div(
         TypeError: an argument of the wrong type.
         ValueError: shapes or devices that differ, a temperature or clip out of range.
     """
-    _begin()
+    _calls.begin()
     student, teacher = checks.pair("kl_div", student_logits, teacher_logits)
-    options = _PairOptions(
+    options = _calls.PairOptions(
         name="kl_div",
         exchange=exchange,
         temperature=checks.temperature("kl_div", temperature),
@@ -223,7 +196,7 @@ def kl_div(
         beta=0.5,
         scale=1.0,
     )
-    return _kl(student, teacher, checks.flag("kl_div", "reverse", reverse), options)
+    return _calls.kl(student, teacher, checks.flag("kl_div", "reverse", reverse), options)
 
 
 def jsd(
@@ -268,13 +241,13 @@ def jsd(
         The generalized form is that of Agarwal et al., On-Policy Distillation of Language Models
         (arXiv:2306.13649).
     """
-    _begin()
+    _calls.begin()
     student, teacher = checks.pair("jsd", student_logits, teacher_logits)
     share = checks.beta("jsd", beta)
     scaled = checks.flag("jsd", "rescale", rescale)
     interior = 0.0 < share < 1.0
     share = max(share, _LEAST_BETA) if interior else share
-    options = _PairOptions(
+    options = _calls.PairOptions(
         name="jsd",
         exchange=exchange,
         temperature=checks.temperature("jsd", temperature),
@@ -283,121 +256,5 @@ def jsd(
         scale=1.0 / (share * (1.0 - share)) if scaled and interior else 1.0,
     )
     if not interior:
-        return _kl(student, teacher, share == 1.0, options)
-    return _pair(Jsd, pairs.JSD, student, teacher, options)
-
-
-class _Options(TypedDict):
-    """Everything of a call but its tensors and who computes it."""
-
-    name: str
-    exchange: Exchange
-    temperature: float
-
-
-class _TokenOptions(_Options):
-    ignore_index: int
-    vocab_start: int
-    vocab_size: int
-    at_once: bool
-
-
-class _PairOptions(_Options):
-    clip: float | None
-    beta: float
-    scale: float
-
-
-def _begin() -> None:
-    """Report bad ids of earlier calls; an operator of a compiled graph does so when it runs."""
-    if not torch.compiler.is_compiling():
-        _ids.check_earlier()
-
-
-def _kl(student: Tensor, teacher: Tensor, reverse: bool, options: _PairOptions) -> Tensor:
-    a, b = (student, teacher) if reverse else (teacher, student)
-    return _pair(KlDiv, pairs.KL_DIV, a, b, options)
-
-
-def _pair(
-    function: type[torch.autograd.Function],
-    operator: Operator,
-    one: Tensor,
-    two: Tensor,
-    options: _PairOptions,
-) -> Tensor:
-    if torch.compiler.is_compiling():
-        values: Tensor = operator(
-            one,
-            two,
-            options["temperature"],
-            options["clip"],
-            options["beta"],
-            options["scale"],
-            exchange=options["exchange"],
-            name=options["name"],
-        )[0]
-    else:
-        implementation = choose(options["name"], one, two).implementation
-        values = call(function, one, two, PairSpec(**options, implementation=implementation))
-    return values.view(one.shape[:-1])
-
-
-def _token_call(
-    caller: str,
-    logits: object,
-    index: object,
-    ignore_index: object,
-    temperature: object,
-    exchange: Exchange,
-    vocab_start: object,
-    vocab_size: object,
-    validate_ids: object,
-) -> tuple[Tensor, Tensor, _TokenOptions]:
-    """Check the arguments of the two ops that take ids; ids come back as `[N, K]`."""
-    _begin()
-    checked = checks.logits(caller, "logits", logits)
-    ids = checks.index(caller, index, checked)
-    start = checks.integer(caller, "vocab_start", vocab_start)
-    width = checked.shape[-1]
-    size = width if vocab_size is None else checks.integer(caller, "vocab_size", vocab_size)
-    if not 0 <= start <= start + width <= size:
-        raise ValueError(
-            f"{caller}: the shard must lie in the vocabulary, got columns {start} to "
-            f"{start + width} of vocab_size {size}"
-        )
-    if validate_ids is None:
-        at_once = ids.device.type == "cpu"
-    else:
-        at_once = checks.flag(caller, "validate_ids", validate_ids)
-    options = _TokenOptions(
-        name=caller,
-        exchange=exchange,
-        temperature=checks.temperature(caller, temperature),
-        ignore_index=checks.integer(caller, "ignore_index", ignore_index),
-        vocab_start=start,
-        vocab_size=size,
-        at_once=at_once,
-    )
-    return checked, ids, options
-
-
-def _token_spec(logits: Tensor, options: _TokenOptions) -> TokenSpec:
-    return TokenSpec(**options, implementation=choose(options["name"], logits).implementation)
-
-
-def _token_operator(
-    operator: Operator, logits: Tensor, ids: Tensor | None, options: _TokenOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values: tuple[Tensor, Tensor, Tensor, Tensor] = operator(
-        logits,
-        ids,
-        options["temperature"],
-        options["ignore_index"],
-        options["vocab_start"],
-        options["vocab_size"],
-        options["at_once"],
-        exchange=options["exchange"],
-        name=options["name"],
-    )
-    return values
+        return _calls.kl(student, teacher, share == 1.0, options)
+    return _calls.jsd(student, teacher, options)
