@@ -67,8 +67,8 @@ def _quick_sums(
     begin = start
     if SHIFT:
         begin += TILE
-        p = tile_within(p_ptr, start, start + phase, stop, limit, TILE)
-        q = tile_within(q_ptr, start, start + phase, stop, limit, TILE)
+        p = tile_within(p_ptr, start, start + phase, stop, phase, limit, TILE)
+        q = tile_within(q_ptr, start, start + phase, stop, phase, limit, TILE)
         sum_p, sum_q, mass = _add_quick(
             sum_p, sum_q, mass, p, q, m_p, m_q, log_s_p, log_s_q, beta, rest, c, HARDWARE
         )
@@ -84,8 +84,8 @@ def _quick_sums(
             sum_p, sum_q, mass, p1, q1, m_p, m_q, log_s_p, log_s_q, beta, rest, c, HARDWARE
         )
     for first in range(whole, stop, TILE):
-        p = tile_within(p_ptr, first, first, stop, limit, TILE)
-        q = tile_within(q_ptr, first, first, stop, limit, TILE)
+        p = tile_within(p_ptr, first, first, stop, phase, limit, TILE)
+        q = tile_within(q_ptr, first, first, stop, phase, limit, TILE)
         sum_p, sum_q, mass = _add_quick(
             sum_p, sum_q, mass, p, q, m_p, m_q, log_s_p, log_s_q, beta, rest, c, HARDWARE
         )

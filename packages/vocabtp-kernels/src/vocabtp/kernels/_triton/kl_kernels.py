@@ -204,8 +204,8 @@ def kl_terms_kernel(
     begin = start
     if SHIFT:
         begin += TILE
-        a = tile_within(a_ptr, start, start + phase, stop, limit, TILE)
-        b = tile_within(b_ptr, start, start + phase, stop, limit, TILE)
+        a = tile_within(a_ptr, start, start + phase, stop, phase, limit, TILE)
+        b = tile_within(b_ptr, start, start + phase, stop, phase, limit, TILE)
         sum_t, sum_f, sum_w = _add_terms(
             sum_t, sum_f, sum_w, a, b, m_a, m_b, 1.0 / s_a, 1.0 / s_b, ratio, c, inv_t, clip
         )
@@ -217,8 +217,8 @@ def kl_terms_kernel(
             sum_t, sum_f, sum_w, a, b, m_a, m_b, 1.0 / s_a, 1.0 / s_b, ratio, c, inv_t, clip
         )
     if whole < stop:
-        a = tile_within(a_ptr, whole, whole, stop, limit, TILE)
-        b = tile_within(b_ptr, whole, whole, stop, limit, TILE)
+        a = tile_within(a_ptr, whole, whole, stop, phase, limit, TILE)
+        b = tile_within(b_ptr, whole, whole, stop, phase, limit, TILE)
         sum_t, sum_f, sum_w = _add_terms(
             sum_t, sum_f, sum_w, a, b, m_a, m_b, 1.0 / s_a, 1.0 / s_b, ratio, c, inv_t, clip
         )

@@ -118,11 +118,11 @@ def masked4(ptr, at, limit, TILE: tl.constexpr):
 
 
 @triton.jit
-def tile_within(ptr, first, low, high, limit, TILE: tl.constexpr):
+def tile_within(ptr, first, low, high, phase, limit, TILE: tl.constexpr):
     """The tile at `first`, -inf outside of `low` to `high`, read without a mask inside the row."""
     at = first + tl.arange(0, TILE)
     mine = (at >= low) & (at < high)
-    if first + TILE <= limit:
+    if (first >= phase) & (first + TILE <= limit):
         x = tl.load(ptr + at)
     else:
         x = tl.load(ptr + at, mask=mine, other=0.0)
