@@ -1,5 +1,7 @@
 """The Triton kernels under Triton's interpreter: small shapes, every op, every edge."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,9 +24,9 @@ pytestmark = [
 def edges():
     """One row for each thing that a row can be."""
     g = torch.Generator().manual_seed(0)
-    s, t = (torch.randn(18, WIDTH, generator=g) * 3 for _ in range(2))
-    index = torch.randint(0, WIDTH, (18, 2), generator=g)
-    upstream = torch.randn(18, generator=g)
+    s, t = (torch.randn(19, WIDTH, generator=g) * 3 for _ in range(2))
+    index = torch.randint(0, WIDTH, (19, 2), generator=g)
+    upstream = torch.randn(19, generator=g)
     index[0, 0], index[1] = -100, torch.tensor([7, 7])
     s[2, :], t[2, :] = -INF, -INF  # one token left
     s[2, 300] = t[2, 300] = 1.0
@@ -45,6 +47,7 @@ def edges():
     s[15, ::2], s[15, 1::2], t[15] = 65504.0, -65504.0, -s[15]
     t[16] = s[16] + 1e-3 * torch.randn(WIDTH, generator=g)  # nearly equal
     s[17], t[17] = torch.finfo(torch.float16).min, 0.0
+    s[18, 3], upstream[18] = NAN, 0.0  # nobody asks
     return Inputs(s, t, index, upstream)
 
 
@@ -64,6 +67,16 @@ def test_edges(op, dtype):
 
 # one op of each kind: an interpreted kernel takes a second
 KINDS = ["logprobs_and_entropy", "reverse_kl", "jsd"]
+
+
+def one_id():
+    made = edges()
+    return replace(made, index=made.index[:, :1])
+
+
+@pytest.mark.parametrize("op", ["logprobs", "logprobs_and_entropy"])
+def test_edges_with_one_id(op):
+    run(Case(op, one_id))
 
 
 @pytest.mark.parametrize("op", [*KINDS, "forward_kl_clip", "jsd_high_clip"])
