@@ -93,6 +93,7 @@ def jsd_grad(
     aligned = launch.alignment(p, q, outs=(out_p, out_q))
     blocks = launch.programs_of_row(cols, aligned["SHIFT"])
     ends = not _ENDS[0] <= beta <= _ENDS[1]
+    wide = p.blocks.dtype == q.blocks.dtype == torch.float32 and not ends and clip is None
     launch.run(
         jsd_grad_kernel,
         rows * blocks,
@@ -121,5 +122,5 @@ def jsd_grad(
         **aligned,
         BLOCKS=launch.BLOCKS,
         BLOCK=launch.BLOCK,
-        **launch.WRITE,
+        **(launch.capped(p.device) if wide else launch.WRITE),
     )

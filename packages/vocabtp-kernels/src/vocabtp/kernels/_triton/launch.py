@@ -162,6 +162,11 @@ def ordering_barrier(device: torch.device) -> bool:
     return _nvidia(device) or INTERPRETED
 
 
+def capped(device: torch.device) -> dict[str, int]:
+    """`WRITE` for a kernel of which ptxas, left alone, spills a register on some chip."""
+    return {**WRITE, "maxnreg": 96} if _nvidia(device) else WRITE
+
+
 def run(kernel: Any, programs: int, device: torch.device, *args: object, **options: Any) -> None:
     """Start `programs` programs of a kernel on the device that holds its tensors."""
     on_device: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
