@@ -224,9 +224,15 @@ def test_nearly_equal_sides(difference, beta):
     right = p.exp() * (mean - log_mp) / beta
     assert (leaf.grad - right).norm() <= 2e-3 * right.norm()
     for reverse in (False, True):
+        leaves = [s.clone().requires_grad_(), t.clone().requires_grad_()]
         with vk.backend("triton"):
-            value = vk.kl_div(s, t, reverse=reverse)
+            value = vk.kl_div(*leaves, reverse=reverse)
         assert (value - reference.kl_div(s, t, reverse=reverse)).abs().max() <= 1e-6
+        value.sum().backward()
+        rights = reference.gradients(reference.kl_div, [s, t], [torch.ones(1)], reverse=reverse)
+        # the side whose gradient is centred on W / S
+        side = 0 if reverse else 1
+        assert (leaves[side].grad - rights[side]).norm() <= 2e-4 * rights[side].norm()
 
 
 @pytest.mark.parametrize("ids", [1, 3, 40])
