@@ -14,7 +14,7 @@ def _finish(kind: str, stats: ShardStats, terms: Tensor | None, scale: float) ->
     rows = stats.sums.shape[1]
     out = stats.sums.new_empty(rows)
     if rows:
-        block = launch.row_block(rows)
+        block = launch.ROW_BLOCK
         launch.run(
             finish_kernel,
             triton.cdiv(rows, block),

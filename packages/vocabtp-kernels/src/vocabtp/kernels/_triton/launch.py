@@ -27,6 +27,9 @@ STEP = 4 * TILE
 # its row costs a program as much as a block
 BLOCK = 1024
 BLOCKS = 4
+# rows that a program of a `[N]` kernel takes, however few there are: to be compiled for another
+# number may change which products and sums become one instruction, and so a row's bits
+ROW_BLOCK = 128
 # What the kernels were fastest with on an H200; none of it changes a bit. Stages are the groups of
 # tiles that are on their way or at work. A program costs about as much to start and to end as two
 # steps.
@@ -185,11 +188,6 @@ def run(kernel: Any, programs: int, device: torch.device, *args: object, **optio
 def _of_compiler(error: Exception) -> bool:
     # the passes after Triton's own front end fail as RuntimeError
     return isinstance(error, TritonError | NotImplementedError) or "PassManager" in str(error)
-
-
-def row_block(rows: int) -> int:
-    """Rows that a program of a `[N]` kernel takes."""
-    return 128 if rows >= 128 else triton.next_power_of_2(max(rows, 1))
 
 
 def partials(out: Tensor, cut: Segments) -> Tensor:

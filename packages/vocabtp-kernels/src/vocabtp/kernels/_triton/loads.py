@@ -133,8 +133,7 @@ def tile_within(ptr, first, low, high, phase, limit, TILE: tl.constexpr):
 def in_whole(at, phase, limit, SHIFT: tl.constexpr):
     """What a block has of a row; in SHIFT of its whole eights, which costs a load no more."""
     if SHIFT:
-        eight = at // 8 * 8
-        return (eight >= phase) & (eight + 8 <= limit)
+        return (at >= (phase + 7) // 8 * 8) & (at < limit // 8 * 8)
     else:
         return at < limit
 
@@ -147,18 +146,9 @@ def load_block(ptr, first, limit, phase, BLOCK: tl.constexpr, SHIFT: tl.constexp
 
 
 @triton.jit
-def store_block(
-    ptr, first, limit, phase, x, BLOCK: tl.constexpr, SHIFT: tl.constexpr, WIDE: tl.constexpr
-):
+def store_block(ptr, first, limit, phase, x, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
     at = first + tl.arange(0, BLOCK)
-    # a mask of single elements costs as much as all the rest
-    if SHIFT and not WIDE:
-        if (first >= phase) & (first + BLOCK <= limit):
-            tl.store(ptr + at, x)
-        else:
-            tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
-    else:
-        tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
+    tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
 
 
 @triton.jit

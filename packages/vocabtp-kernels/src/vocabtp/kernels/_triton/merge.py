@@ -16,7 +16,7 @@ def merge_stats(
     if part is out:
         return
     rows = out.shape[1]
-    block = launch.row_block(rows)
+    block = launch.ROW_BLOCK
     launch.run(
         merge_segments,
         triton.cdiv(rows, block),
@@ -39,7 +39,7 @@ def add_segments(part: Tensor, out: Tensor) -> Tensor:
     """Sums of three planes over segments."""
     if part is not out:
         rows = out.shape[1]
-        block = launch.row_block(rows)
+        block = launch.ROW_BLOCK
         launch.run(
             sum_segments,
             triton.cdiv(rows, block),

@@ -23,10 +23,10 @@ _LOG2E = 1.4426950408889634
 _IDS = 256
 
 
-def _tile(rows: int, ids: int) -> tuple[int, int]:
+def _tile(ids: int) -> tuple[int, int]:
     """Rows and ids of a program of one warp."""
     block = min(_IDS, triton.next_power_of_2(max(ids, 1)))
-    return min(launch.row_block(rows), max(1, 128 // block)), block
+    return max(1, launch.ROW_BLOCK // block), block
 
 
 def token_stats(
@@ -90,7 +90,7 @@ def _resolve(
     codes = torch.empty(1, min(number, 1), rows, dtype=dtype, device=device)
     if rows and number:
         cell = None if watch is None else watch.cell
-        size, block = _tile(rows, number)
+        size, block = _tile(number)
         launch.run(
             resolve_kernel,
             triton.cdiv(rows, size),
@@ -135,7 +135,7 @@ def finish_tokens(
     values = out.new_empty(rows, ids)
     if rows:
         cell = None if watch is None else watch.cell
-        size, block = _tile(rows, ids)
+        size, block = _tile(ids)
         launch.run(
             finish_tokens_kernel,
             triton.cdiv(rows, size),
