@@ -94,9 +94,13 @@ def jsd_grad_kernel(
             c, inv_t, clip, beta, rest, k2, k3, k4, k5, k6, k7, ENDS, CLIP, HARDWARE,
         )  # fmt: skip
         if GRAD_P:
-            store_block(out_p_ptr, first, limit, phase, grad_p, BLOCK, SHIFT)
+            store_block(
+                out_p_ptr, first, limit, phase, grad_p, BLOCK, SHIFT, SHIFT and not WIDE_OUT_A
+            )
         if GRAD_Q:
-            store_block(out_q_ptr, first, limit, phase, grad_q, BLOCK, SHIFT)
+            store_block(
+                out_q_ptr, first, limit, phase, grad_q, BLOCK, SHIFT, SHIFT and not WIDE_OUT_B
+            )
         if i + 1 < BLOCKS:
             p, q = next_p, next_q
     if SHIFT and start == 0:

@@ -73,9 +73,9 @@ def kl_grad_kernel(
             a, b, skip, m_a, m_b, inv_a, inv_b, mean, kept, ratio, scale, c, inv_t, clip, CLIP
         )
         if GRAD_A:
-            store_block(out_a_ptr, first, limit, phase, grad_a, BLOCK, SHIFT)
+            store_block(out_a_ptr, first, limit, phase, grad_a, BLOCK, SHIFT, False)
         if GRAD_B:
-            store_block(out_b_ptr, first, limit, phase, grad_b, BLOCK, SHIFT)
+            store_block(out_b_ptr, first, limit, phase, grad_b, BLOCK, SHIFT, False)
         if i + 1 < BLOCKS:
             a, b = next_a, next_b
     if SHIFT and start == 0:

@@ -146,9 +146,18 @@ def load_block(ptr, first, limit, phase, BLOCK: tl.constexpr, SHIFT: tl.constexp
 
 
 @triton.jit
-def store_block(ptr, first, limit, phase, x, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+def store_block(
+    ptr, first, limit, phase, x, BLOCK: tl.constexpr, SHIFT: tl.constexpr, BRANCH: tl.constexpr
+):
+    """Write a block; BRANCH spares a kernel of many instructions the mask of single elements."""
     at = first + tl.arange(0, BLOCK)
-    tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
+    if BRANCH:
+        if (first >= phase) & (first + BLOCK <= limit):
+            tl.store(ptr + at, x)
+        else:
+            tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
+    else:
+        tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
 
 
 @triton.jit

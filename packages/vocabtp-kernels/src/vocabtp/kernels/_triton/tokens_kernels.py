@@ -245,7 +245,7 @@ def token_grad_kernel(
                 x, first + tl.arange(0, BLOCK), column, skip, m, inv_s, centre, weight, total, c,
                 inv_t, ENTROPY, IDS == 1,
             )  # fmt: skip
-            store_block(out_ptr, first, limit, phase, grad, BLOCK, SHIFT)
+            store_block(out_ptr, first, limit, phase, grad, BLOCK, SHIFT, False)
             if i + 1 < BLOCKS:
                 x = next_x
         if SHIFT and start == 0:
