@@ -128,12 +128,19 @@ class Inputs(NamedTuple):
 def make_inputs(
     rows: int, cols: int, dtype: torch.dtype, layout: str, device: torch.device, seed: int
 ) -> Inputs:
-    """Seeded inputs; "sliced" logits are `[:, :-1]` of a buffer one column wider."""
+    """Seeded inputs, `[N, L]`, or `[B, T, L]` where they are sliced.
+
+    "sliced" logits are `[:, :-1]` of `[B, T + 1, L]`, the positions that predict a token. "window"
+    logits are the columns of a buffer one column wider, as of a padded vocabulary.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    wide = cols + (layout == "sliced")
+    batch = 4 if rows % 4 == 0 else 1
+    lead = (batch, rows // batch) if layout == "sliced" else (rows,)
+    shape = {"sliced": (batch, rows // batch + 1, cols), "window": (rows, cols + 1)}
     logits = []
     for _ in range(2):
-        buffer = torch.randn(rows, wide, generator=generator, device=device).mul_(3).to(dtype)
-        logits.append(buffer[:, :cols])
+        size = shape.get(layout, (rows, cols))
+        buffer = torch.randn(*size, generator=generator, device=device).mul_(3).to(dtype)
+        logits.append(buffer[:, : size[1] - 1] if layout in shape else buffer)
     draw = partial(torch.randint, cols, generator=generator, device=device)
-    return Inputs(*logits, draw((rows,)), draw((rows, CASES["logprobs_k256"].ids)))
+    return Inputs(*logits, draw(lead), draw((*lead, CASES["logprobs_k256"].ids)))

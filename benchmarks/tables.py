@@ -206,7 +206,7 @@ def few_rows(book: Book) -> str:
 
 
 def grid(book: Book) -> str:
-    """Triton's time over the byte floor everywhere; contiguous / sliced."""
+    """Triton's time over the byte floor everywhere; contiguous / sliced / window."""
     widths = book.values("cols")
     found = []
     for dtype in book.have("dtype", SHORT):
@@ -217,7 +217,7 @@ def grid(book: Book) -> str:
                 for width in widths:
                     pair = (
                         book.get(op, "train", "triton", dtype, (size, width), layout)
-                        for layout in ("contiguous", "sliced")
+                        for layout in ("contiguous", "sliced", "window")
                     )
                     both = [f"{r['floor']:.2f}" if r and good(r) else status(r) for r in pair]
                     cells.append(" / ".join(filter(None, both)))

@@ -26,6 +26,7 @@ class Truth(NamedTuple):
     """What an op has to return, fp64."""
 
     rows: Tensor  # the rows that are judged
+    lead: torch.Size  # the shape of all rows
     values: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]  # of each side, for upstream gradients of 1
     means: tuple[float, ...]  # of the values over all rows; empty unless an arm asks
@@ -33,10 +34,11 @@ class Truth(NamedTuple):
 
 def find_truth(case: Case, inputs: Sequence[Tensor], means: bool) -> Truth:
     """The truth on some of the rows of an op's arguments."""
-    total = inputs[0].shape[0]
+    lead = inputs[0].shape[:-1]
+    total = lead.numel()
     device = inputs[0].device
     rows = torch.linspace(0, total - 1, min(total, CHECKED_ROWS), device=device).round().long()
-    few = [x.detach()[rows] for x in inputs]
+    few = [take(x.detach(), rows, lead) for x in inputs]
     values = _values(case, few)
     index = few[case.sides] if case.ids else None
     ones = [torch.ones_like(value) for value in values]
@@ -50,7 +52,12 @@ def find_truth(case: Case, inputs: Sequence[Tensor], means: bool) -> Truth:
             part = [x.detach()[start : start + _ROWS_AT_ONCE] for x in inputs]
             sums = [s + value.sum() for s, value in zip(sums, _values(case, part), strict=True)]
         found = tuple(float(s) / total for s in sums)
-    return Truth(rows, values, gradients, found)
+    return Truth(rows, lead, values, gradients, found)
+
+
+def take(x: Tensor, rows: Tensor, lead: torch.Size) -> Tensor:
+    """Some rows of `[*lead, ...]`, counted in row-major order."""
+    return x[torch.unravel_index(rows, lead)]
 
 
 def _values(case: Case, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -69,12 +76,12 @@ def errors(
         value = relative(torch.stack([v.detach().double() for v in values]), right)
     else:
         pairs = zip(values, truth.values, strict=True)
-        value = worst([relative(v.detach()[rows], t) for v, t in pairs])
+        value = worst([relative(take(v.detach(), rows, truth.lead), t) for v, t in pairs])
     if not gradients:
         return value, None
     scale = len(gradients[0]) if mean else 1
     pairs = zip(gradients, truth.gradients, strict=False)
-    return value, worst([relative(scale * g[rows].double(), t) for g, t in pairs])
+    return value, worst([relative(scale * take(g, rows, truth.lead).double(), t) for g, t in pairs])
 
 
 def relative(got: Tensor, truth: Tensor) -> float:

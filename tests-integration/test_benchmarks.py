@@ -27,7 +27,7 @@ FIELDS = {
     *("status", "value_error", "median_ms", "p20_ms", "p80_ms", "samples", "calls", "sets"),
     *("how", "bytes", "gb_s", "floor"),
 }
-SMALL = ["--device=cpu", "--quick", "--rows=6", "--cols=65"]
+SMALL = ["--device=cpu", "--quick", "--rows=8", "--cols=65"]
 
 
 def measure(path: Path, *args: str) -> dict[tuple[str, str, str], dict]:
@@ -36,7 +36,7 @@ def measure(path: Path, *args: str) -> dict[tuple[str, str, str], dict]:
     return {(r["op"], r["mode"], r["arm"]): r for r in results.load(path)["results"]}
 
 
-@pytest.mark.parametrize("point", ["float32,contiguous", "bfloat16,sliced"])
+@pytest.mark.parametrize("point", ["float32,contiguous", "bfloat16,sliced", "bfloat16,window"])
 def test_every_op_mode_and_arm_is_measured(tmp_path, capsys, point):
     dtype, layout = point.split(",")
     found = measure(tmp_path / "a/b.json", f"--only={point}")
@@ -44,7 +44,7 @@ def test_every_op_mode_and_arm_is_measured(tmp_path, capsys, point):
     modes = [(op, mode) for op, case in cases.CASES.items() for mode in case.modes]
     assert set(found) == {(*pair, arm) for pair in modes for arm in arms}
     assert len(modes) == 3 * 3 + 4 * 2
-    size = 6 * 65 * (4 if dtype == "float32" else 2)
+    size = 8 * 65 * (4 if dtype == "float32" else 2)
     passes = {"forward": 4, "train": 7, "train_both": 8}
     (run,) = results.load(tmp_path / "a/b.json")["runs"]
     for (op, mode, _), result in found.items():
@@ -155,7 +155,8 @@ def test_the_plan_of_a_whole_run():
         for layout in ("contiguous", "sliced")
     }
     assert len(plan) == len(set(plan))
-    assert {tuple(point) for point in plan} == grid
+    windows = {(8192, 75968, dtype, "window") for dtype in ("bfloat16", "float32")}
+    assert {tuple(point) for point in plan} == grid | windows
     found = dict.fromkeys(("triton", "eager", "compile", "dense"))
 
     def shapes(arm: str, mode: str) -> set[tuple[int, int]]:
