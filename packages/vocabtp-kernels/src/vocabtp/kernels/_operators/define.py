@@ -11,13 +11,13 @@ registered as an ordered effect: the compiler keeps every call, in program order
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
-from torch._library.effects import EffectType
 
 from vocabtp.kernels._backend import Implementation, Name, choose, wanted
 from vocabtp.kernels._exchange import LOCAL, Exchange, name_of
@@ -69,8 +69,23 @@ def define(
     plain, sharded = _register(name, forward), _register(f"{name}_sharded", forward)
     for form in (plain, sharded):
         form.register_autograd(functools.partial(backward, grads), setup_context=save)
-    sharded.register_effect(EffectType.ORDERED)
+    _keep_in_order(sharded)
     return Operator(plain, sharded, grads)
+
+
+def _keep_in_order(op: CustomOpDef) -> None:
+    # not yet one of torch's public names: a release that moves it must not cost the ops that do
+    # without torch.compile, and says so to those who compile
+    try:
+        from torch._library.effects import EffectType
+
+        op.register_effect(EffectType.ORDERED)
+    except (ImportError, AttributeError):
+        warnings.warn(
+            f"vocabtp.kernels: torch {torch.__version__} has no ordered effects where this package "
+            f"looks for them, so torch.compile may reorder sharded ops",
+            stacklevel=2,
+        )
 
 
 def _register(name: str, parts: Parts) -> CustomOpDef:
