@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from vocabtp.kernels import _ids
-from vocabtp.kernels._triton.loads import row_offset
 from vocabtp.kernels._triton.online import LOWEST, finite_max, moved, moved_weighted, seen_max
 
 ELSEWHERE = tl.constexpr(_ids.ELSEWHERE)
@@ -12,22 +11,15 @@ IGNORED = tl.constexpr(_ids.IGNORED)
 BAD = tl.constexpr(_ids.BAD)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "ids", "inner", "id_row", "id_step", "ignore", "start", "size"]
-)
+@triton.jit(do_not_specialize=["rows", "ids", "id_row", "id_step", "ignore", "start", "size"])
 def resolve_kernel(
-    x_ptr,
     id_ptr,
     column_ptr,
-    chosen_ptr,
     code_ptr,
     cell_ptr,
     rows,
     ids,
     cols,
-    inner,
-    stride_outer,
-    stride_inner,
     id_row,
     id_step,
     ignore,
@@ -37,10 +29,9 @@ def resolve_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Columns, the logits there (0 where there is none), and the code of a row's first bad id."""
+    """Columns, and the code of a row's first bad id."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    x_ptr += row_offset(row, inner, stride_outer, stride_inner)
     first = row.to(tl.int64)
     code = tl.zeros([ROWS], tl.float32)
     for begin in range(0, ids, BLOCK):
@@ -53,10 +44,8 @@ def resolve_kernel(
         local = id_ - start
         column = tl.where((local >= 0) & (local < cols), local, ELSEWHERE)
         column = tl.where(ignored, IGNORED, tl.where(bad, BAD, column))
-        x = tl.load(x_ptr[:, None] + column, mask=here & (column >= 0), other=0.0)
         at = first[:, None] * ids + k[None, :]
         tl.store(column_ptr + at, column.to(tl.int32), mask=here)
-        tl.store(chosen_ptr + at, x.to(tl.float32), mask=here)
         # never 0, whatever the id
         named = tl.where(id_ >= 0, id_ + 1, id_).to(tl.float32)
         lowest = tl.min(tl.where(bad, k[None, :], ids), 1)

@@ -44,13 +44,16 @@ def token_stats(
 
     Ids come first, so that the device has the read left to do when a host waits for them.
     """
-    columns, chosen, codes = _resolve(logits, ids, bounds, dtype, watch)
+    columns, codes = _resolve(logits, ids, bounds, dtype, watch)
     rows, cols, device = logits.num_rows, logits.num_cols, logits.device
+    number = columns.shape[1]
+    chosen = torch.empty(columns.shape, dtype=dtype, device=device)
     out = torch.empty(3 if entropy else 2, rows, dtype=dtype, device=device)
     part = out
     if rows == 0 or cols == 0:
         out[:1].fill_(-float("inf"))
         out[1:].fill_(0.0)
+        chosen.fill_(0.0)
     else:
         cut = launch.segments(cols)
         part = launch.partials(out, cut)
@@ -61,13 +64,17 @@ def token_stats(
             device,
             logits.blocks,
             part,
+            columns,
+            chosen,
             rows,
             cols,
+            number,
             *cut,
             *launch.strides(logits),
             c,
             inv_t,
             ENTROPY=entropy,
+            SOME=_tile(number)[1] if number else 0,
             **launch.alignment(logits),
             STAGES=launch.STAGES,
             TILE=launch.TILE,
@@ -82,11 +89,10 @@ def token_stats(
 
 def _resolve(
     logits: Rows, ids: Tensor, bounds: Bounds, dtype: torch.dtype, watch: Watch | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns and chosen logits `[N, K]`, and codes `[1, 1, N]` of bad ids (none without ids)."""
+) -> tuple[Tensor, Tensor]:
+    """Columns `[N, K]`, and codes `[1, 1, N]` of bad ids (none without ids)."""
     number, rows, device = ids.shape[1], logits.num_rows, logits.device
     columns = torch.empty(ids.shape, dtype=torch.int32, device=device)
-    chosen = torch.empty(ids.shape, dtype=dtype, device=device)
     codes = torch.empty(1, min(number, 1), rows, dtype=dtype, device=device)
     if rows and number:
         cell = None if watch is None else watch.cell
@@ -95,16 +101,13 @@ def _resolve(
             resolve_kernel,
             triton.cdiv(rows, size),
             device,
-            logits.blocks,
             ids,
             columns,
-            chosen,
             codes,
             columns if cell is None else cell,
             rows,
             number,
             logits.num_cols,
-            *launch.strides(logits),
             *ids.stride(),
             *bounds,
             CELL=cell is not None,
@@ -114,7 +117,7 @@ def _resolve(
         )
         if watch is not None:
             watch.known(codes[:, 0], stored=cell is not None)
-    return columns, chosen, codes
+    return columns, codes
 
 
 def finish_tokens(

@@ -53,12 +53,29 @@ def _step(m, total, weighted, x0, x1, x2, x3, c, E: tl.constexpr):
     return m, total, weighted
 
 
-@triton.jit(do_not_specialize=["rows", "n_seg", "inner"])
+@triton.jit
+def _choose(x_ptr, column_ptr, chosen_ptr, ids, start, stop, SOME: tl.constexpr):
+    """The logits at a row's columns of this segment; the first one also writes 0 for no column.
+
+    Behind the read, the logits are still in a cache.
+    """
+    for some in range(0, ids, SOME):
+        k = some + tl.arange(0, SOME)
+        column = tl.load(column_ptr + k, mask=k < ids, other=stop)
+        mine = (column >= start) & (column < stop)
+        x = tl.load(x_ptr + column, mask=mine, other=0.0).to(tl.float32)
+        tl.store(chosen_ptr + k, x, mask=mine | ((column < 0) & (start == 0)))
+
+
+@triton.jit(do_not_specialize=["rows", "ids", "n_seg", "inner"])
 def token_stats_kernel(
     x_ptr,
     part_ptr,
+    column_ptr,
+    chosen_ptr,
     rows,
     cols,
+    ids,
     n_seg,
     seg_cols,
     inner,
@@ -67,6 +84,7 @@ def token_stats_kernel(
     c,
     inv_t,
     ENTROPY: tl.constexpr,
+    SOME: tl.constexpr,
     SHIFT: tl.constexpr,
     WIDE_A: tl.constexpr,
     STAGES: tl.constexpr,
@@ -93,6 +111,9 @@ def token_stats_kernel(
     for first in range(masked, stop, 4 * TILE):
         x0, x1, x2, x3 = masked4(x_ptr, first + lanes, limit, TILE)
         m, total, weighted = _step(m, total, weighted, x0, x1, x2, x3, c, ENTROPY)
+    if SOME:
+        ids_at = row.to(tl.int64) * ids
+        _choose(x_ptr + phase, column_ptr + ids_at, chosen_ptr + ids_at, ids, start, stop, SOME)
     top = tl.max(m, 0)
     shift = tl.maximum(m - top, LOWEST)
     sum_ = fold(moved(total, shift, c), phase, TILE, SHIFT)
