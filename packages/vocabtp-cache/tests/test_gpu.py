@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vocabtp.cache import TeacherLogitCache
+from vocabtp.dist import VocabShard
 
 pytestmark = pytest.mark.gpu
 
@@ -199,6 +200,26 @@ def test_a_cpu_cache_can_be_fetched_to_the_device():
     cache.prefetch(0, 20, device())
     assert torch.equal(cache.fetch(0, 20, device()).cpu(), source[:20].bfloat16())
     assert torch.equal(cache.fetch(20, 40, device()).cpu(), source[20:].bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(2000, WIDTH), (3, 700, WIDTH)])
+def test_a_saved_cache_is_read_to_the_device(tmp_path, shape):
+    source = noise(*shape)
+    kept = source.bfloat16()
+    busy()
+    TeacherLogitCache.store(source).save(tmp_path)
+    half = VocabShard(WIDTH // 2, WIDTH, WIDTH)
+    cache = TeacherLogitCache.open(tmp_path, half, device=device().type)
+    length, size = len(cache), 100
+    got = []
+    cache.prefetch(0, size)
+    for start in range(0, length, size):
+        if start + size < length:
+            cache.prefetch(start + size, start + 2 * size)
+        busy()
+        got.append(cache.fetch(start, start + size))
+        assert got[-1].device == device()
+    assert torch.equal(torch.cat(got, dim=-2), kept[..., WIDTH // 2 :])
 
 
 def test_locked_memory_stays_near_the_payload():

@@ -1,6 +1,8 @@
 """A teacher's distribution kept in host memory between its forward pass and the student's loss."""
 
+from vocabtp.cache._identity import Identity
 from vocabtp.cache._version import __version__
+from vocabtp.cache.stream import TeacherLogitStream
 from vocabtp.cache.teacher import TeacherLogitCache
 
-__all__ = ["TeacherLogitCache", "__version__"]
+__all__ = ["Identity", "TeacherLogitCache", "TeacherLogitStream", "__version__"]

@@ -42,3 +42,23 @@ def check_source(logits: Tensor, shard: VocabShard | None, dtype: torch.dtype) -
             f"{where} the last dimension must be the shard's width, {shard.width} for "
             f"{columns(shard)}, got {list(logits.shape)}; pass this rank's columns only"
         )
+
+
+def check_range(where: str, start: int, end: int, length: int) -> None:
+    """Refuse a range that is not inside `[0, length)`."""
+    for name, value in (("start", start), ("end", end)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{where} {name} must be an int, got {type(value).__name__} {value!r}")
+    if not 0 <= start <= end <= length:
+        raise ValueError(
+            f"{where} the range must satisfy 0 <= start <= end <= {length}, "
+            f"got start={start}, end={end}"
+        )
+
+
+def check_entry(where: str, entry: int) -> None:
+    """Refuse what is no number of a saved cache."""
+    if not isinstance(entry, int) or isinstance(entry, bool):
+        raise TypeError(f"{where} entry must be an int, got {type(entry).__name__} {entry!r}")
+    if entry < 0:
+        raise ValueError(f"{where} entry must be at least 0, got {entry}")

@@ -106,6 +106,11 @@ class HostRows:
             target = out[offset : offset + piece.shape[0]]
             target.copy_(piece, non_blocking=out.device.type != "cpu")
 
+    def release(self) -> None:
+        """Give the memory back."""
+        self._parts.clear()
+        self.nbytes = 0
+
 
 class Arrival:
     """A tensor that is being filled, on a side stream or - for the CPU - already.
@@ -147,6 +152,14 @@ class Arrival:
 def is_accelerator(device: torch.device) -> bool:
     """Whether copies to this device are queued on a stream."""
     return device.type != "cpu"
+
+
+def resolve(device: torch.device | str) -> torch.device:
+    """The device with its index, so that "cuda" and "cuda:0" are one."""
+    target = torch.device(device)
+    if is_accelerator(target) and target.index is None:
+        return torch.device(target.type, torch.accelerator.current_device_index())
+    return torch.device("cpu") if target.type == "cpu" else target
 
 
 def mark(device: torch.device) -> torch.Event | None:

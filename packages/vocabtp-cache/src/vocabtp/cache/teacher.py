@@ -10,18 +10,26 @@ Letters: N rows, B sequences, T positions, L columns of this shard.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from vocabtp.cache._checks import DTYPES, check_source, columns
-from vocabtp.cache._pinned import Arrival, HostRows, is_accelerator, mark, wait
+from vocabtp.cache._checks import DTYPES, check_entry, check_range, check_source, columns
+from vocabtp.cache._entries import MappedRows, new_part, read_entry, write_part
+from vocabtp.cache._files import DTYPE_OF
+from vocabtp.cache._identity import Identity
+from vocabtp.cache._pinned import Arrival, HostRows, is_accelerator, mark, resolve, wait
 from vocabtp.dist import VocabShard
 
 # the current chunk and the next: more would defeat the purpose of the cache
 _PREFETCH_DEPTH = 2
+# what save() holds of the rows at a time
+_SAVE_BYTES = 32 << 20
 
 _Key = tuple[int, int, torch.device]
 
@@ -29,8 +37,8 @@ _Key = tuple[int, int, torch.device]
 class TeacherLogitCache:
     """This rank's columns of a teacher's logits, in host memory.
 
-    Made by `store`, read by `fetch`, emptied by `free`. As a context manager it is freed at
-    the end of the block, also when the block raises:
+    Made by `store` or `open`, read by `fetch`, emptied by `free`. As a context manager it is
+    freed at the end of the block, also when the block raises:
 
         with TeacherLogitCache.store(teacher_logits, shard) as cache:
             for start in range(0, len(cache), 512):
@@ -40,12 +48,18 @@ class TeacherLogitCache:
     """
 
     def __init__(
-        self, host: HostRows, shape: torch.Size, dtype: torch.dtype, shard: VocabShard | None
+        self,
+        host: HostRows | MappedRows,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        shard: VocabShard | None,
+        identity: Identity,
     ) -> None:
-        self._host: HostRows | None = host
+        self._host: HostRows | MappedRows | None = host
         self._shape = shape
         self._dtype = dtype
         self._shard = shard
+        self._identity = identity
         self._device = torch.device("cpu")
         self._stored: torch.Event | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -57,6 +71,10 @@ class TeacherLogitCache:
         logits: Tensor,
         shard: VocabShard | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        *,
+        teacher: str | None = None,
+        tokens: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Self:
         """Copy a teacher's logits to host memory.
 
@@ -70,29 +88,150 @@ class TeacherLogitCache:
             shard: The columns that these are. `fetch` refuses another one.
             dtype: What the rows are kept as: bfloat16, float16, float32 or float64.
                 Conversion rounds and overflows as `Tensor.to` does.
+            teacher: Name of the model, for `check` and `save`.
+            tokens: The ids that the teacher read, integers of any shape; only their digest is
+                kept. Reading them waits for an accelerator that they are on.
+            positions: Where the rows come from, integers or a mask, likewise.
 
         Returns:
             The filled cache.
 
         Raises:
-            TypeError: `logits` is no plain floating tensor, `shard` no `VocabShard`, or
-                `dtype` none of the four.
+            TypeError: `logits` is no plain floating tensor, `shard` no `VocabShard`, `dtype`
+                none of the four, `teacher` no string, or ids are no integers.
             ValueError: `logits` has another number of dimensions, or a last dimension other
                 than `shard.width`.
         """
         check_source(logits, shard, dtype)
+        identity = Identity.of("TeacherLogitCache.store:", teacher, tokens, positions)
         with torch.no_grad():
             sequences = logits if logits.dim() == 3 else logits.unsqueeze(0)
             batch, length, width = sequences.shape
             device = logits.device
             pinned = is_accelerator(device)
             host = HostRows(batch * length, width, dtype, pinned=pinned)
-            cache = cls(host, logits.shape, dtype, shard)
+            cache = cls(host, logits.shape, dtype, shard, identity)
             for b in range(batch):
                 host.write(b * length, sequences[b].detach())
             cache._device = device
             cache._stored = mark(device)
         return cache
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        shard: VocabShard | None = None,
+        *,
+        entry: int = 0,
+        device: torch.device | str | None = None,
+        verify: bool = True,
+        teacher: str | None = None,
+        tokens: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Self:
+        """A cache that `save` wrote, its rows read from the files when they are asked for.
+
+        Args:
+            directory: What `save` was given.
+            shard: The columns to read, of whatever ranks wrote them; None for all columns.
+            entry: Which cache of the directory.
+            device: Where `fetch` brings rows by default; None is the CPU.
+            verify: Compare the files that hold these columns with their checksums, which reads
+                them once. Sizes and indexes are checked in any case.
+            teacher: If given, must be the name that the cache was stored with.
+            tokens: Likewise.
+            positions: Likewise.
+
+        Returns:
+            The cache, of the shape that was stored apart from the width.
+
+        Raises:
+            TypeError: As for `store`, or `entry` is no int.
+            ValueError: The entry is missing, incomplete, truncated or altered (the message names
+                the file), is of another vocabulary than `shard`, or of another identity.
+        """
+        where = "TeacherLogitCache.open:"
+        check_entry(where, entry)
+        expected = Identity.of(where, teacher, tokens, positions)
+        folder = Path(directory)
+        parts = read_entry(folder, entry)
+        first = parts[0]
+        whole = parts[-1].end
+        if shard is None and first.global_size is not None:
+            shard = VocabShard(0, whole, whole)
+        if shard is not None and shard.global_size != whole:
+            raise ValueError(
+                f"{where} entry {entry} of {folder} holds a vocabulary of {whole} columns, got "
+                f"{columns(shard)}"
+            )
+        start, end = (0, whole) if shard is None else (shard.start, shard.end)
+        if problem := first.identity.mismatch(expected):
+            raise ValueError(f"{where} entry {entry} of {folder}: {problem}")
+        host = MappedRows(folder, parts, start, end, verify=verify)
+        shape = torch.Size((*first.shape[:-1], end - start))
+        cache = cls(host, shape, DTYPE_OF[first.dtype], shard, first.identity)
+        cache._device = cache._target(device)
+        return cache
+
+    def save(self, directory: str | os.PathLike[str], *, entry: int = 0) -> None:
+        """Write the rows to files that `open` reads, at this or any other TP size.
+
+        Every rank of the shard's group saves to the same directory, each its own columns: one
+        safetensors file and, when that is complete and on the disk, its index. A save that did
+        not end leaves an entry that `open` refuses, and every other entry as it was. Nothing is
+        overwritten. An empty shard writes nothing.
+
+        Args:
+            directory: Made if it does not exist.
+            entry: Number of this cache in the directory, from 0.
+
+        Raises:
+            TypeError: `entry` is no int.
+            ValueError: The cache was freed, `entry` is negative, or the directory holds columns
+                of this shard under this entry.
+            OSError: The files could not be written.
+        """
+        host = self._open("save")
+        check_entry("TeacherLogitCache.save:", entry)
+        shard, width = self._shard, self._shape[-1]
+        if shard is not None and not width and shard.global_size:
+            return
+        bounds = (0, width, None) if shard is None else (shard.start, shard.end, shard.global_size)
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = new_part(entry, tuple(self._shape), self._dtype, bounds, self._identity)
+        wait(self._stored, torch.device("cpu"))
+        write_part(folder, part, self._dtype, self._chunks(host))
+
+    def check(
+        self,
+        shard: VocabShard | None = None,
+        *,
+        teacher: str | None = None,
+        tokens: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """Refuse to serve anyone but whom the cache was filled for.
+
+        What is None is not compared. What the cache was not told when it was filled matches
+        nothing.
+
+        Args:
+            shard: Must equal the cache's.
+            teacher: Must be the name given to `store`.
+            tokens: Must be the ids given to `store`, in their shape; any integer type.
+            positions: Likewise.
+
+        Raises:
+            TypeError: As for `store`.
+            ValueError: Something differs; the message says what.
+        """
+        where = "TeacherLogitCache.check:"
+        self._check_shard(where, shard)
+        expected = Identity.of(where, teacher, tokens, positions)
+        if problem := self._identity.mismatch(expected):
+            raise ValueError(f"{where} {problem}; store the logits of these again")
 
     def fetch(
         self,
@@ -125,12 +264,7 @@ class TeacherLogitCache:
             ValueError: The cache was freed, the range is out of bounds, or `shard` is another.
         """
         key, host = self._locate("fetch", start, end, device)
-        if shard is not None and shard != self._shard:
-            raise ValueError(
-                "TeacherLogitCache.fetch: the shard must be the one that the cache was filled "
-                f"from, {columns(self._shard)}, got {columns(shard)}; fetch with that one or "
-                "store the logits again"
-            )
+        self._check_shard("TeacherLogitCache.fetch:", shard)
         if dtype is not None and dtype not in DTYPES:
             raise TypeError(
                 "TeacherLogitCache.fetch: dtype must be bfloat16, float16, float32 or float64, "
@@ -192,6 +326,8 @@ class TeacherLogitCache:
 
         Copies that are still under way end safely: their memory is kept until then.
         """
+        if self._host is not None:
+            self._host.release()
         self._host = None
         self._arrivals.clear()
         self._streams.clear()
@@ -213,13 +349,21 @@ class TeacherLogitCache:
         return self._shard
 
     @property
+    def identity(self) -> Identity:
+        """What the cache was filled from, as far as `store` was told."""
+        return self._identity
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the rows: the product of `shape` times the size of an element."""
         return self._shape.numel() * self._dtype.itemsize
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of host memory that the cache holds: `nbytes` or a little more, 0 once freed."""
+        """Bytes of host memory that the cache holds: `nbytes` or a little more.
+
+        0 once freed, and for an opened cache: pages of its files belong to the system.
+        """
         return 0 if self._host is None else self._host.nbytes
 
     @property
@@ -246,7 +390,7 @@ class TeacherLogitCache:
         state = ", freed" if self.closed else ""
         return f"TeacherLogitCache({list(self._shape)}, {self._dtype}{state})"
 
-    def _open(self, what: str) -> HostRows:
+    def _open(self, what: str) -> HostRows | MappedRows:
         if self._host is None:
             raise ValueError(
                 f"TeacherLogitCache.{what}: the cache was freed; read it before free() or the "
@@ -256,36 +400,28 @@ class TeacherLogitCache:
 
     def _locate(
         self, what: str, start: int, end: int, device: torch.device | str | None
-    ) -> tuple[_Key, HostRows]:
+    ) -> tuple[_Key, HostRows | MappedRows]:
         host = self._open(what)
-        for name, value in (("start", start), ("end", end)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(
-                    f"TeacherLogitCache.{what}: {name} must be an int, "
-                    f"got {type(value).__name__} {value!r}"
-                )
-        if not 0 <= start <= end <= len(self):
-            raise ValueError(
-                f"TeacherLogitCache.{what}: the range must satisfy 0 <= start <= end <= "
-                f"{len(self)}, got start={start}, end={end}"
-            )
+        check_range(f"TeacherLogitCache.{what}:", start, end, len(self))
         return (start, end, self._target(device)), host
 
+    def _check_shard(self, where: str, shard: VocabShard | None) -> None:
+        if shard is not None and shard != self._shard:
+            raise ValueError(
+                f"{where} the shard must be the one that the cache was filled from, "
+                f"{columns(self._shard)}, got {columns(shard)}; use that one or store the "
+                "logits again"
+            )
+
     def _target(self, device: torch.device | str | None) -> torch.device:
-        if device is None:
-            return self._device
-        target = torch.device(device)
-        # "cuda" and "cuda:0" must find the same prefetched range
-        if is_accelerator(target) and target.index is None:
-            return torch.device(target.type, torch.accelerator.current_device_index())
-        return torch.device("cpu") if target.type == "cpu" else target
+        return self._device if device is None else resolve(device)
 
     def _room(self, key: _Key) -> Tensor:
         """An empty tensor for this range, in the stored dtype."""
         shape = (*self._shape[:-2], key[1] - key[0], self._shape[-1])
         return torch.empty(shape, dtype=self._dtype, device=key[2])
 
-    def _fill(self, host: HostRows, key: _Key, out: Tensor) -> None:
+    def _fill(self, host: HostRows | MappedRows, key: _Key, out: Tensor) -> None:
         """Copy this range to `out`, on the current stream of its device."""
         start, _, target = key
         wait(self._stored, target)
@@ -294,3 +430,14 @@ class TeacherLogitCache:
             return
         for b in range(out.shape[0]):
             host.read(b * len(self) + start, out[b])
+
+    def _chunks(self, host: HostRows | MappedRows) -> Iterator[Tensor]:
+        """The rows in order, `_SAVE_BYTES` at a time; each piece until the next is asked for."""
+        width = self._shape[-1]
+        rows = self._shape[:-1].numel() if width else 0
+        step = max(1, min(rows, _SAVE_BYTES // max(1, width * self._dtype.itemsize)))
+        room = torch.empty(step, width, dtype=self._dtype)
+        for start in range(0, rows, step):
+            piece = room[: min(step, rows - start)]
+            host.read(start, piece)
+            yield piece
