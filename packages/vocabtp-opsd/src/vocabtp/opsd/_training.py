@@ -56,6 +56,11 @@ class TrainingConfig(Section):
     max_grad_norm: Annotated[Float, Field(ge=0)] = Field(
         default=1.0, description="Gradients are scaled down to this norm; 0 turns clipping off."
     )
+    max_skipped_steps: Positive = Field(
+        default=5,
+        description="A step whose loss or gradient norm is NaN or infinite is skipped; after so "
+        "many of them in a row the run stops.",
+    )
     num_train_epochs: Positive = Field(
         default=1,
         description="Passes over the prompts. The last step of the last pass may be a short one.",

@@ -27,6 +27,10 @@ class CheckpointError(UserError, ValueError):
     """A checkpoint cannot be used for this run."""
 
 
+class NotFiniteError(UserError, ArithmeticError):
+    """Too many steps in a row had a loss or a gradient norm that is NaN or infinite."""
+
+
 class Interrupted(Exception):
     """A signal ended the run in good order; what was reached is saved.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vocabtp.opsd.checkpoint import Saved
 from vocabtp.opsd.engine import TorchEngine
-from vocabtp.opsd.errors import Interrupted, ModelError
+from vocabtp.opsd.errors import Interrupted, ModelError, NotFiniteError
 from vocabtp.opsd.evaluate import Evaluation, evaluate
 from vocabtp.opsd.interrupt import InterruptFlag
 from vocabtp.opsd.output import Output
@@ -53,7 +53,9 @@ class Run:
         self.inputs, self.models = trainer.inputs, trainer.models
         self.step = 0  # optimizer steps done
         self.saved_step = -1
-        self.counters = {"skipped_steps": 0.0, "tokens": 0.0, "seconds": 0.0}
+        self.counters = dict.fromkeys(
+            ("skipped_steps", "skipped_in_a_row", "tokens", "seconds"), 0.0
+        )
         self.before: Evaluation | None = None
         self.peak_bytes: list[int] = []
 
@@ -172,6 +174,21 @@ class Run:
                 "their prompts fill the context"
             )
         self.output.step(self.step, metrics)
+        self._limit_skipped(report)
+
+    def _limit_skipped(self, report: StepReport) -> None:
+        """Stop, on all ranks alike, where one step after the other comes out NaN or infinite."""
+        if not report.metrics["response_tokens"]:
+            return  # neither good nor bad
+        row = 0 if report.result.applied else int(self.counters["skipped_in_a_row"]) + 1
+        self.counters["skipped_in_a_row"] = row
+        limit = self.config.training.max_skipped_steps
+        if row >= limit:
+            raise NotFiniteError(
+                f"{row} steps in a row were skipped, the last one, step {self.step}, because "
+                f"{report.result.reason}; lower training.learning_rate, try training.attention "
+                f"eager, or raise training.max_skipped_steps ({limit})"
+            )
 
     def _evaluate(self) -> Evaluation | None:
         if self.inputs.held_out is None:

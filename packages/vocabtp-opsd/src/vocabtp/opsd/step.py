@@ -7,12 +7,13 @@ travels with the engine's.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import batch_indices
 from vocabtp.opsd.engine import Engine, StepResult
+from vocabtp.opsd.faults import TokenPlace, first_bad_row
 from vocabtp.opsd.loss import ROW_METRICS, LossSpec, distill_loss
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.rollout import Rollout, generate
@@ -92,6 +94,7 @@ class Stepper:
         self.config, self.layout, self.prompts = config, layout, prompts
         self.models, self.engine = models, engine
         self.spec = LossSpec.of(config.distillation)
+        self.bad_token = TokenPlace()
         # the answers of one prompt are rows of their own here: micro-batches cut anywhere
         self.rollout_config = config.rollout.model_copy(update={"n_samples_per_prompt": 1})
 
@@ -111,6 +114,7 @@ class Stepper:
                 equally often; what it raises must be raised on all ranks.
         """
         times = _Times(self.layout.device)
+        self.bad_token = TokenPlace()
         parts = self._parts(step)
         with times.phase("rollout"):
             batches = self._rollouts(step, parts, signum, tick)
@@ -129,8 +133,9 @@ class Stepper:
                 step,
                 tokens=tokens,
                 report=self._report(loss, rows, [rollout for _, rollout in batches]),
-                own=[signum(), _peak_bytes(self.layout.device)],
+                own=[signum(), _peak_bytes(self.layout.device), *self.bad_token.numbers()],
             )
+        result = self._blame(result)
         wall = times.close()
         return StepReport(
             result=result,
@@ -215,6 +220,7 @@ class Stepper:
         times: _Times,
     ) -> float:
         """Add one micro-batch's gradient; its share of the loss. No teacher row outlives it."""
+        seen = len(rows)
         with times.phase("teacher"):
             cache = self.models.teacher.score(rollout, self.prompts.for_teacher(indices))
         with cache, times.phase("student"):
@@ -233,7 +239,23 @@ class Stepper:
                 agreed=True,
             )
             self.engine.backward(loss)
-            return float(loss.detach())
+            value = float(loss.detach())
+        if not math.isfinite(value) and not self.bad_token:
+            found = first_bad_row(rows[seen:], rollout.response_lengths)
+            if found is not None:
+                row, token = found
+                sample = rollout.sample_ids[row] % self.config.rollout.n_samples_per_prompt
+                self.bad_token = TokenPlace(indices[row], sample, token)
+        return value
+
+    def _blame(self, result: StepResult) -> StepResult:
+        """The result of a step without a finite loss, its reason telling the first bad row."""
+        place = TokenPlace.of_ranks(result.ranks[:, 2:5])
+        if result.applied or not place:
+            return result
+        line = self.prompts.examples[place.prompt].line
+        where = f"{self.prompts.path}:{line}, sample {place.sample}, response token {place.token}"
+        return replace(result, reason=f"{result.reason}: first at {where}")
 
     def _report(self, loss: float, rows: list[Tensor], rollouts: list[Rollout]) -> list[float]:
         sums = [0.0] * len(ROW_METRICS)
@@ -268,6 +290,7 @@ def _metrics(step: int, result: StepResult, times: _Times, wall: float) -> dict[
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "applied": result.applied,
+        **({} if result.applied else {"skipped_because": result.reason}),
         "tokens_per_s": total["tokens"] / wall,
         "seconds": wall,
         **{f"seconds_{name}": value for name, value in times.seconds.items()},

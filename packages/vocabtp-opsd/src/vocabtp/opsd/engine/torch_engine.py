@@ -90,6 +90,8 @@ class TorchEngine:
         norm, reports = self._agree(gathered, len(report))
         rate = self.schedule(index)
         reason = _refusal(tokens, norm, reports[:, 0])
+        if reason == _BAD_NORM:
+            reason += self._first_bad_gradient()
         if not reason:
             self._apply(norm, rate)
         self.zero_grad()
@@ -187,6 +189,22 @@ class TorchEngine:
         norm = math.sqrt(square) if finite and square >= 0 else math.nan
         return norm, by_rank[:, 0, 2 : 2 + width]
 
+    def _first_bad_gradient(self) -> str:
+        """Which parameter's gradient is the first that is not finite on any rank, as a clause.
+
+        One more exchange, on all ranks, in a step that is skipped.
+        """
+        names = [slot.name for slot in self.slots]
+        grads = [(i, g) for i, slot in enumerate(self.slots) if (g := slot.leaf.grad) is not None]
+        # by norm: one that overflows spoils the step as well
+        bad = [i for i, g in grads if g.numel() and not math.isfinite(float(g.norm()))]
+        found = self._gather([bad[0] if bad else len(names)]).flatten().tolist()
+        first = int(min(found))
+        if first == len(names):
+            return ""
+        rank = f" on rank {found.index(first)}" if len(found) > 1 else ""
+        return f": first in the gradient of {names[first]}{rank}"
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Optimizer state by `optimizer.<parameter>.<entry>`, placed as the parameter is."""
         out: dict[str, Tensor] = {}
@@ -231,6 +249,7 @@ class TorchEngine:
                 self.optimizer.state[slot.leaf] = found
 
 
+_BAD_NORM = "the gradient norm is not finite"
 _STATE = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -259,5 +278,5 @@ def _refusal(tokens: int, norm: float, losses: Tensor) -> str:
     if not bool(torch.isfinite(losses).all()):
         return "the loss is not finite"
     if not math.isfinite(norm):
-        return "the gradient norm is not finite"
+        return _BAD_NORM
     return ""
