@@ -1,5 +1,7 @@
 """A run on an accelerator: the trainer's numbers are those of the CPU."""
 
+import json
+
 import pytest
 import torch
 
@@ -53,3 +55,29 @@ def test_bfloat16_and_an_offloaded_teacher_resume_bit_for_bit(tmp_path):
         assert torch.equal(resumed["weights"][name], weight)
     for name, value in straight["optimizer"].items():
         assert torch.equal(resumed["optimizer"][name], value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["sdpa", "math", "eager"])
+def test_long_prompts_with_early_ends_have_finite_gradients(tmp_path, attention, dtype):
+    """Left padding of very different widths beside answers that end at once."""
+    path = tiny_run(
+        tmp_path,
+        model={"max_position_embeddings": 4096, "hidden_size": 384, "head_dim": 64},
+        student={"dtype": dtype},
+        teacher={"dtype": dtype},
+        rollout={"max_prompt_length": 2048, "max_response_length": 64, "temperature": 1.0},
+        training={
+            "attention": attention,
+            "micro_batch_size_per_gpu": 4,
+            "max_steps": 3,
+            "max_skipped_steps": 1,
+        },
+    )
+    rows = [{"prompt": f"{i}" * (2048 if i % 2 else i + 1)} for i in range(10)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = recorded(path, f"parallel.device={torch.accelerator.current_accelerator().type}")
+    assert run["applied"] == [True] * 3
+    lengths = [len(answer) for _, _, answer in run["answers"]]
+    # the batch is what it claims to be
+    assert min(lengths) < 16 < 32 < max(lengths)

@@ -263,6 +263,13 @@ class Sections(Section):
                 "must be bfloat16 or float32, got 'float16': without loss scaling, small "
                 "gradients would be lost",
             )
+        dtypes = (self.student.dtype, self.teacher.dtype)
+        if t.attention == "flash" and ("float32" in dtypes or self.parallel.device == "cpu"):
+            raise RuleError(
+                "training.attention",
+                "is flash, which needs a GPU and student.dtype and teacher.dtype bfloat16: change "
+                "those, or take sdpa",
+            )
         if t.eval_steps and self.data.eval_path is None:
             raise RuleError(
                 "training.eval_steps", f"is {t.eval_steps}, but data.eval_path is not set"

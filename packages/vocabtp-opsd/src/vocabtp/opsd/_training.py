@@ -70,8 +70,11 @@ class TrainingConfig(Section):
         ge=-1,
         description="Optimizer steps in all, whatever num_train_epochs says; -1 for off.",
     )
-    attention: Literal["sdpa", "eager"] = Field(
-        default="sdpa", description="The models' attention implementation."
+    attention: Literal["sdpa", "math", "eager", "flash"] = Field(
+        default="sdpa",
+        description="The models' attention: sdpa is PyTorch's choice of kernel, math is PyTorch "
+        "without fused kernels, eager is the model's own code, flash is the package flash-attn "
+        "(for CUDA, bfloat16 or a float16 teacher).",
     )
     seed: Seed = Field(
         default=42, description="Order of the prompts, sampling and dropout all derive from it."

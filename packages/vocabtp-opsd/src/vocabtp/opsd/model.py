@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vocabtp.dist import VocabShard
+from vocabtp.opsd.attention import implementation
 from vocabtp.opsd.errors import ModelError
 from vocabtp.opsd.model_files import (
     check_context,
@@ -181,7 +182,7 @@ def load_models(
     options: dict[str, Any] = {
         "cut_vocab": cut_vocab,
         "vocab_width": tokenizer_length if config.distillation.vocab == "common" else None,
-        "attention": config.training.attention,
+        "attention": implementation(config.training.attention),
     }
     pair = (
         load_model(config.student, layout, trainable=True, hf_config=student, **options),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from vocabtp.opsd._console import complain
+from vocabtp.opsd.attention import attention_kernels
 from vocabtp.opsd.checkpoint import Checkpoints, Saved, read_saved
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import total_steps
@@ -106,7 +107,7 @@ class Trainer:
                 SIGINT or SIGTERM; the command line ends with 128 + the signal.
         """
         engine = self._engine()
-        with InterruptFlag() as flag:
+        with InterruptFlag() as flag, attention_kernels(self.config.training.attention):
             return Run(self, engine, flag).go()
 
     def evaluate(self) -> dict[str, float]:
@@ -121,7 +122,8 @@ class Trainer:
         if self.inputs.held_out is None:
             raise ConfigError("data.eval_path is not set: name a file of held-out prompts")
         self.load_weights()
-        return evaluate(self.config, self.layout, self.inputs, self.models).numbers()
+        with attention_kernels(self.config.training.attention):
+            return evaluate(self.config, self.layout, self.inputs, self.models).numbers()
 
     def rollout(self, path: str | Path, limit: int | None = None) -> int:
         """Write the answers to the training prompts, as `rollout` configures them.
@@ -136,7 +138,8 @@ class Trainer:
             How many answers were written.
         """
         self.load_weights()
-        rows = answer_all(self.config, self.layout, self.inputs, self.models, limit)
+        with attention_kernels(self.config.training.attention):
+            rows = answer_all(self.config, self.layout, self.inputs, self.models, limit)
         with self.layout.together():
             if self.layout.is_main:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
