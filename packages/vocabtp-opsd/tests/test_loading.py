@@ -38,6 +38,7 @@ def no_weights(monkeypatch):
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("vocabtp.opsd.model.read_model", refuse)
+    monkeypatch.setattr("vocabtp.opsd.model.read_skeleton", refuse)
 
 
 def test_student_trains_and_teacher_is_frozen(tmp_path):

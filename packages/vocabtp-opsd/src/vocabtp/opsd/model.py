@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from vocabtp.dist import VocabShard
 from vocabtp.opsd.attention import implementation
 from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.local_shards import Skeleton, fill, first_reason, read_skeleton
 from vocabtp.opsd.model_files import (
     check_context,
     check_heads,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from vocabtp.opsd.config import Config, StudentConfig
 
 __all__ = ["LanguageModel", "check_heads", "evaluating", "load_model", "load_models"]
+
+_log = logging.getLogger("vocabtp.opsd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +212,9 @@ def load_model(
 ) -> LanguageModel:
     """Load one model, cut it over the tensor-parallel ranks and put it on the device.
 
+    A rank reads and holds its own part of the weights only, where the model's files are plain
+    safetensors; else, with a notice, every rank reads the whole model and cuts it.
+
     Args:
         section: `config.student` or `config.teacher`.
         layout: This process's place.
@@ -227,15 +234,35 @@ def load_model(
         if hf_config is None:
             hf_config = read_config(section, role)
             check_layout(section, hf_config, role, layout.tp, cut_vocab)
-        module = read_model(section, hf_config, role, attention)
+        skeleton = read_skeleton(section, hf_config, role, attention, layout)
+    name = f"{role} {section.model_name_or_path!r}"
+    reason = first_reason(skeleton, layout)
+    if reason is not None and layout.is_main:
+        _log.warning("%s: every rank reads all of its weights: %s", name, reason)
+    with layout.together():
+        module = skeleton.module
+        if reason is not None:
+            module = read_model(section, hf_config, role, attention)
         if vocab_width is not None:
             _keep_ids(module, vocab_width, role)
-    name = f"{role} {section.model_name_or_path!r}"
-    return place_model(module, layout, name=name, trainable=trainable, cut_vocab=cut_vocab)
+    return place_model(
+        module,
+        layout,
+        name=name,
+        trainable=trainable,
+        cut_vocab=cut_vocab,
+        skeleton=skeleton if reason is None else None,
+    )
 
 
 def place_model(
-    module: Any, layout: Layout, *, name: str, trainable: bool, cut_vocab: bool = True
+    module: Any,
+    layout: Layout,
+    *,
+    name: str,
+    trainable: bool,
+    cut_vocab: bool = True,
+    skeleton: Skeleton | None = None,
 ) -> LanguageModel:
     """Cut a whole model that every rank holds, and put it on the device.
 
@@ -245,6 +272,7 @@ def place_model(
         name: What messages call the model.
         trainable: Whether weights get gradients and the mode is training.
         cut_vocab: Cut embedding and head over the vocabulary; False keeps both whole.
+        skeleton: Where the weights are, if `module` has none yet: each rank then reads its part.
     """
     module.requires_grad_(trainable)
     module.train(trainable)
@@ -252,6 +280,9 @@ def place_model(
         apply_plan(module, layout.mesh["tp"], cut_vocab=cut_vocab, name=name)
         if cut_vocab:
             module.generate = _blocked_generate
+    if skeleton is not None:
+        with layout.together():
+            fill(module, skeleton.places, layout, name)
     module.to(layout.device)
     weight = module.get_output_embeddings().weight
     if isinstance(weight, DTensor):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vocabtp.opsd.config import Config, StudentConfig
 
 # the library is annotated in parts only
-_auto_model: Any = AutoModelForCausalLM
+auto_model: Any = AutoModelForCausalLM
 _hf_logging: Any = logging
 _MAX_KEYS_SHOWN = 3
 
@@ -47,9 +47,9 @@ def read_config(section: StudentConfig, role: str) -> Any:
             )
     elif looks_local or path.exists():
         raise ModelError(f"{role}.model_name_or_path: there is no directory {str(path)!r}")
-    with _one_line(section, role, "cannot read its configuration"):
+    with one_line(section, role, "cannot read its configuration"):
         return AutoConfig.from_pretrained(
-            _source(section), trust_remote_code=section.trust_remote_code
+            model_source(section), trust_remote_code=section.trust_remote_code
         )
 
 
@@ -66,9 +66,9 @@ def read_model(section: StudentConfig, config: Any, role: str, attention: str | 
         ModelError: No safetensors file, or its keys or shapes are not exactly the model's.
     """
     options = {} if attention is None else {"attn_implementation": attention}
-    with _one_line(section, role, "cannot load its weights"), _quiet():
-        model, report = _auto_model.from_pretrained(
-            _source(section),
+    with one_line(section, role, "cannot load its weights"), quiet():
+        model, report = auto_model.from_pretrained(
+            model_source(section),
             config=config,
             dtype=getattr(torch, section.dtype),
             trust_remote_code=section.trust_remote_code,
@@ -96,8 +96,8 @@ def check_layout(section: StudentConfig, config: Any, role: str, tp: int, cut_vo
     """
     if tp == 1:
         return
-    with _one_line(section, role, "cannot build it"), torch.device("meta"):
-        skeleton = _auto_model.from_config(config, trust_remote_code=section.trust_remote_code)
+    with one_line(section, role, "cannot build it"), torch.device("meta"):
+        skeleton = auto_model.from_config(config, trust_remote_code=section.trust_remote_code)
     module_roles(skeleton, tp, cut_vocab=cut_vocab, name=f"{role} {section.model_name_or_path!r}")
 
 
@@ -184,13 +184,15 @@ def _key_text(key: Any) -> str:
     return f"{name} (shape {list(found)} instead of {list(wanted)})"
 
 
-def _source(section: StudentConfig) -> str:
+def model_source(section: StudentConfig) -> str:
+    """The model's directory, or else its name on the hub."""
     path = Path(section.model_name_or_path).expanduser()
     return str(path) if path.is_dir() else section.model_name_or_path
 
 
 @contextmanager
-def _one_line(section: StudentConfig, role: str, what: str) -> Iterator[None]:
+def one_line(section: StudentConfig, role: str, what: str) -> Iterator[None]:
+    """Turn what the libraries raise in a block into a `ModelError` of one line."""
     try:
         yield
     except ModelError:
@@ -205,7 +207,7 @@ def _one_line(section: StudentConfig, role: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No table of wrong keys, which our own line replaces, and one progress bar for all ranks."""
     level = _hf_logging.get_verbosity()
     bar = os.environ.get("RANK", "0") != "0" and _hf_logging.is_progress_bar_enabled()

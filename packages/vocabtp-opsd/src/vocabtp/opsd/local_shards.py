@@ -1,0 +1,209 @@
+"""Load a model so that every rank reads and keeps only its own part of the weights.
+
+The model is built without memory, cut by its plan, and then each cut or whole tensor is read from
+the safetensors files where this rank needs it. On the host a rank needs its share of the model and,
+for a moment, the pages of one tensor; never the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import GenerationConfig
+
+from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.model_files import auto_model, model_source, one_line, quiet
+from vocabtp.opsd.weight_files import (
+    Stored,
+    converted_key,
+    find_files,
+    match,
+    read_headers,
+    tied_names,
+    untied_by_value,
+)
+
+if TYPE_CHECKING:
+    from vocabtp.opsd.config import StudentConfig
+    from vocabtp.opsd.parallel import Layout
+
+# settings that make the library do more than read a model's own tensors
+_OWN_WAY = ("quantization_config", "auto_map", "transformers_weights", "fusion_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
+    """A model without weights, and where they are.
+
+    Attributes:
+        module: The Hugging Face model, its weights on the meta device; None if `reason` is given.
+        places: Name in the model to the place of that whole tensor.
+        reason: Why the library has to load the whole model instead; None if it need not.
+    """
+
+    module: Any = None
+    places: dict[str, Stored] = field(default_factory=dict)
+    reason: str | None = None
+
+
+def read_skeleton(
+    section: StudentConfig, config: Any, role: str, attention: str | None, layout: Layout
+) -> Skeleton:
+    """Build the model without weights and find each of them in the files; no collectives.
+
+    Args:
+        section: `config.student` or `config.teacher`.
+        config: What `read_config` returned.
+        role: `"student"` or `"teacher"`, for messages.
+        attention: Attention implementation; None for the library's choice.
+        layout: This process's place.
+
+    Raises:
+        ModelError: The files cannot be read, or do not hold exactly the model's weights.
+    """
+    with one_line(section, role, "cannot load its weights"), quiet():
+        source = model_source(section)
+        for key in _OWN_WAY:
+            if getattr(config, key, None):
+                return Skeleton(reason=f"its configuration has {key}")
+        if (Path(source) / "adapter_config.json").is_file():
+            return Skeleton(reason="it is an adapter")
+        files = find_files(source)
+        if not files:
+            return Skeleton(reason="it has no model.safetensors")
+        if getattr(type(config), "extra_files", None):
+            return Skeleton(reason="it has weights in further files")
+        stored = read_headers(files)
+        module = _build(section, config, source, attention)
+        reason = _why_whole(module, stored, getattr(torch, section.dtype), layout)
+        if reason is not None:
+            return Skeleton(reason=reason)
+        places = match(module, stored, f"{role} {section.model_name_or_path!r}")
+        return Skeleton(module=module, places=places)
+
+
+def first_reason(skeleton: Skeleton, layout: Layout) -> str | None:
+    """Why some rank needs the whole model, the same on every rank; None if none does."""
+    if layout.world_group is None:
+        return skeleton.reason
+    reasons: list[str | None] = [None] * layout.world
+    dist.all_gather_object(reasons, skeleton.reason, group=layout.world_group)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def fill(module: Any, places: dict[str, Stored], layout: Layout, name: str) -> None:
+    """Read this rank's part of every weight onto its device; no collectives.
+
+    Args:
+        module: The skeleton's model, cut; its weights are replaced in place and stay tied.
+        places: As in the skeleton. A tensor in a file may have more rows than the model's own
+            (a vocabulary cut to fewer ids): the first ones are read.
+        layout: This process's place.
+        name: What errors call the model.
+
+    Raises:
+        ModelError: A file changed or went away since its header was read.
+    """
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id stays its own
+    for path, owner in module.named_modules():
+        held: list[tuple[dict[str, Any], str, Tensor]] = [
+            (tensors, key, tensor)
+            for tensors in (owner._parameters, owner._buffers)
+            for key, tensor in tensors.items()
+            if tensor is not None and key not in owner._non_persistent_buffers_set
+        ]
+        for tensors, key, tensor in held:
+            if id(tensor) not in done:
+                place = places[f"{path}.{key}" if path else key]
+                try:
+                    done[id(tensor)] = (tensor, _filled(tensor, place, layout.device))
+                except (OSError, SafetensorError, IndexError) as error:
+                    raise ModelError(
+                        f"{name}: cannot read {place.key} in {place.file}: {error}"
+                    ) from error
+            tensors[key] = done[id(tensor)][1]
+
+
+def _build(section: StudentConfig, config: Any, source: str, attention: str | None) -> Any:
+    options = {} if attention is None else {"attn_implementation": attention}
+    with torch.device("meta"):
+        module = auto_model.from_config(
+            copy.deepcopy(config),
+            dtype=getattr(torch, section.dtype),
+            trust_remote_code=section.trust_remote_code,
+            **options,
+        )
+    for owner in module.modules():
+        for key in owner._non_persistent_buffers_set:
+            if (buffer := owner._buffers[key]) is not None:
+                owner._buffers[key] = torch.empty_like(buffer, device="cpu")
+    # computes these buffers, as the library does; the rest has no memory to write to
+    module.initialize_weights()
+    if module.can_generate():
+        module.generation_config = _generation_config(source)
+    return module.eval()
+
+
+def _generation_config(source: str) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            source, config_file_name="config.json", _from_model_config=True
+        )
+
+
+def _why_whole(
+    module: Any, stored: dict[str, Stored], dtype: torch.dtype, layout: Layout
+) -> str | None:
+    if not all(isinstance(value, Tensor) for value in module.state_dict().values()):
+        return "it has state that is no tensor"
+    if plan := module._get_dtype_plan(dtype):
+        return f"it keeps {next(iter(plan))} in another dtype"
+    if (key := converted_key(module, stored)) is not None:
+        return f"{key} is converted when it is loaded"
+    if patterns := module._keys_to_ignore_on_load_missing:
+        absent = any(not stored.keys() & set(names) for names in tied_names(module))
+        if absent:
+            return f"its files may lack {next(iter(patterns))}"
+    if (key := untied_by_value(module, stored, layout.tp_rank, layout.tp)) is not None:
+        return f"{key} is tied, but has values of its own in the files"
+    return None
+
+
+def _filled(tensor: Tensor, place: Stored, device: torch.device) -> Tensor:
+    cut = [slice(0, size) for size in tensor.shape]
+    local = tensor
+    if isinstance(tensor, DTensor):
+        (placement,) = tensor.placements
+        assert isinstance(placement, Shard)
+        local = tensor.to_local()
+        # as torch.chunk cuts
+        dim, mine = placement.dim, local.shape[placement.dim]
+        width = -(-tensor.shape[dim] // tensor.device_mesh.size())
+        start = width * tensor.device_mesh.get_local_rank()
+        assert mine == min(width, tensor.shape[dim] - start)
+        cut[dim] = slice(start, start + mine)
+    out = torch.empty(local.shape, dtype=local.dtype, device=device)
+    # opened for each tensor: the pages that were read leave the memory of this process
+    with safe_open(place.file, framework="pt") as reader, torch.no_grad():
+        whole = reader.get_tensor(place.key) if not cut else reader.get_slice(place.key)[tuple(cut)]
+        out.copy_(whole)
+    if isinstance(tensor, DTensor):
+        out = DTensor.from_local(
+            out,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return nn.Parameter(out, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else out

@@ -1,0 +1,287 @@
+"""Every rank reads its own part of a checkpoint only, and gets the bits that it always got."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from tiny_models import tiny_config, tiny_model
+from vocabtp.opsd import model as model_module
+from vocabtp.opsd.config import ParallelConfig
+from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.local_shards import Skeleton
+from vocabtp.opsd.model import load_model
+from vocabtp.opsd.parallel import Layout, make_layout
+
+# heads and sizes that 2 and 3 ranks divide; a vocabulary of 37 that they do not
+SIZES = {
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "intermediate_size": 45,
+}
+CASES = [
+    ("qwen2", {"tied": False}),
+    ("qwen2", {"tied": True}),
+    ("qwen3", {}),
+    ("llama", {"pad_token_id": 30}),
+    ("gemma2", {"tied": True}),
+    ("gpt2", {"tied": True}),
+]
+
+
+def section(path, dtype="float32"):
+    return SimpleNamespace(model_name_or_path=str(path), trust_remote_code=False, dtype=dtype)
+
+
+def save(path, kind="llama", *, pieces=True, **changes):
+    """In several files, or in one."""
+    sizes = {} if kind == "gpt2" else SIZES
+    model = tiny_model(kind, **(sizes | changes))
+    model.save_pretrained(path, max_shard_size="12KB" if pieces else "1GB")
+    return path
+
+
+def tensors(model):
+    module = model.module
+    named = [*module.named_parameters(remove_duplicate=False)]
+    return dict([*named, *module.named_buffers(remove_duplicate=False)])
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    for name, ours in left.items():
+        theirs = right[name]
+        assert type(ours) is type(theirs), name
+        assert ours.requires_grad == theirs.requires_grad, name
+        assert ours.dtype == theirs.dtype, name
+        if isinstance(ours, DTensor):
+            assert ours.shape == theirs.shape, name
+            assert ours.stride() == theirs.stride(), name
+            assert ours.placements == theirs.placements, name
+            ours, theirs = ours.to_local(), theirs.to_local()
+        assert torch.equal(ours, theirs), name
+
+
+def the_old_way(*_args):
+    return Skeleton(reason="a test wants it so")
+
+
+def compare(rank, world, root):
+    layout = make_layout(ParallelConfig(tp=world, device="cpu"))
+    read_skeleton = model_module.read_skeleton
+    # without a plan for its layers, gpt2 shows nothing more on several ranks
+    for number in range(len(CASES) - (world > 1)):
+        ways = [{"dtype": "float32", "trainable": True}]
+        if number % 2:
+            ways.append({"dtype": "bfloat16", "vocab_width": 35, "trainable": False})
+        elif number == 4:
+            ways.append({"dtype": "float32", "cut_vocab": False, "trainable": True})
+        for options in ways:
+            wanted = section(root / str(number), options.pop("dtype"))
+            new = load_model(wanted, layout, **options)
+            try:
+                model_module.read_skeleton = the_old_way
+                old = load_model(wanted, layout, **options)
+            finally:
+                model_module.read_skeleton = read_skeleton
+            same(tensors(new), tensors(old))
+            assert new.shard == old.shard
+            assert new.tied == old.tied == CASES[number][1].get("tied", False)
+            assert new.module.config.to_dict() == old.module.config.to_dict()
+            generation = [m.module.generation_config.to_dict() for m in (new, old)]
+            assert generation[0] == generation[1]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_weights_are_bit_for_bit_those_of_a_whole_load(tmp_path, ranks, caplog, world):
+    for number, (kind, changes) in enumerate(CASES):
+        save(tmp_path / str(number), kind, pieces=number % 2 == 0, **changes)
+    if world == 1:
+        compare(0, 1, tmp_path)
+        assert {r.args[1] for r in caplog.records} == {"a test wants it so"}
+    else:
+        ranks(compare, world, tmp_path, limit=120)
+
+
+def file_of(path, key):
+    return next(file for file in sorted(path.glob("*.safetensors")) if key in load_file(file))
+
+
+def damage(path, what):
+    """Returns what the message has to say."""
+    key = "model.layers.1.mlp.up_proj.weight"
+    file = file_of(path, key)
+    state = load_file(file)
+    said = [key, file.name]
+    if what == "missing":
+        del state[key]
+        said = [key, "model-00001-of", "missing"]
+    elif what == "unexpected":
+        state["model.layers.7.odd"] = torch.zeros(3)
+        said = ["model.layers.7.odd", file.name, "unexpected"]
+    elif what == "shape":
+        state[key] = state[key][:-1].clone()
+        said += ["[44, 48] instead of [45, 48]", "mismatched"]
+    if what == "gone":
+        file.unlink()
+        return [file.name]
+    save_file(state, file, {"format": "pt"})
+    return said
+
+
+FAULTS = ["missing", "unexpected", "shape", "gone"]
+
+
+def vanishing(layout, root, mine):
+    """The message where one rank's file goes away between its header and its weights."""
+    read_skeleton = model_module.read_skeleton
+
+    def then_gone(*args):
+        skeleton = read_skeleton(*args)
+        if mine:
+            (root / "vanishing" / "model.safetensors").unlink()
+        return skeleton
+
+    model_module.read_skeleton = then_gone
+    try:
+        wanted = section(root / ("vanishing" if mine else "whole"))
+        with pytest.raises(ModelError) as caught:
+            load_model(wanted, layout, trainable=True)
+    finally:
+        model_module.read_skeleton = read_skeleton
+    return str(caught.value)
+
+
+def faults(rank, world, root):
+    layout = make_layout(ParallelConfig(tp=world, device="cpu"))
+    texts = []
+    for what in FAULTS:
+        # a machine of its own: only the last rank's copy is damaged
+        mine = root / (what if rank == world - 1 else "whole")
+        with pytest.raises(ModelError) as caught:
+            load_model(section(mine), layout, trainable=True)
+        texts.append(str(caught.value))
+    texts.append(vanishing(layout, root, rank == world - 1))
+    # one rank needs the whole model, so all of them read it
+    odd = root / ("own-values" if rank == world - 1 else "equal-values")
+    model = load_model(section(odd), layout, trainable=True)
+    assert not model.tied or rank == 0
+    return texts
+
+
+def test_wrong_files_are_named_and_no_rank_fails_alone(tmp_path, ranks):
+    save(tmp_path / "whole")
+    save(tmp_path / "vanishing", pieces=False)
+    said = {}
+    for what in FAULTS:
+        save(tmp_path / what)
+        said[what] = damage(tmp_path / what, what)
+    for name, change in (("equal-values", 0.0), ("own-values", 1.0)):
+        both_tied_keys(tmp_path / name, change)
+    first, second = ranks(faults, 2, tmp_path, limit=120)
+    assert first == second
+    said["vanishing"] = ["cannot read model.embed_tokens.weight in", "model.safetensors"]
+    for what, text in zip(said, first, strict=True):
+        assert all(part in text for part in said[what]), text
+        assert "student" in text
+        assert "\n" not in text
+
+
+def both_tied_keys(path, change):
+    """A tied model whose files hold embedding and head, which differ in the last row."""
+    save(path, tied=True, pieces=False)
+    state = load_file(path / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][-1] += change
+    save_file(state, path / "model.safetensors", {"format": "pt"})
+    return state
+
+
+def notices(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "vocabtp.opsd"]
+
+
+def test_what_the_library_converts_or_unties_is_read_whole_with_a_notice(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    tiny_model("mixtral").save_pretrained(tmp_path / "mixtral")
+    mixtral = load_model(section(tmp_path / "mixtral"), Layout(), trainable=False)
+    truth = tiny_model("mixtral").state_dict()
+    assert all(torch.equal(v, truth[k]) for k, v in mixtral.module.state_dict().items())
+    (notice,) = notices(caplog)
+    assert "every rank reads all" in notice
+    assert "is converted" in notice
+
+    caplog.clear()
+    state = both_tied_keys(tmp_path / "own", 1.0)
+    own = load_model(section(tmp_path / "own"), Layout(), trainable=False)
+    assert not own.tied
+    assert torch.equal(own.module.lm_head.weight, state["lm_head.weight"])
+    assert "lm_head.weight is tied, but" in notices(caplog)[0]
+
+
+def test_keys_that_the_model_class_ignores_and_equal_tied_keys_are_fine(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    state = both_tied_keys(tmp_path / "equal", 0.0)
+    # what older releases saved with every layer
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(state, tmp_path / "equal" / "model.safetensors", {"format": "pt"})
+    model = load_model(section(tmp_path / "equal"), Layout(), trainable=True)
+    assert model.tied
+    assert notices(caplog) == []
+    # the tied weight may have the head's name alone
+    del state["model.embed_tokens.weight"]
+    save_file(state, tmp_path / "equal" / "model.safetensors", {"format": "pt"})
+    again = load_model(section(tmp_path / "equal"), Layout(), trainable=True)
+    assert again.tied
+    assert notices(caplog) == []
+    same(tensors(again), tensors(model))
+
+
+BIG = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+
+
+def memory(key):
+    return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def loaded_in(rank, world, small, big):
+    layout = make_layout(ParallelConfig(tp=world, device="cpu"))
+    load_model(section(small), layout, trainable=True)  # code, threads and buffers of the first
+    before = memory("VmRSS")
+    model = load_model(section(big), layout, trainable=True)
+    share = sum(getattr(p, "_local_tensor", p).nbytes for p in model.module.parameters())
+    # the most since the process began: never less than what this load needed
+    return memory("VmHWM") - before, share
+
+
+def test_a_rank_needs_its_share_of_host_memory_and_one_tensor(tmp_path, ranks):
+    from transformers import AutoModelForCausalLM
+
+    vocab = 16001
+    with torch.device("meta"):
+        big = AutoModelForCausalLM.from_config(tiny_config("llama", vocab=vocab, **BIG))
+    state = {k: torch.full(v.shape, 0.5) for k, v in big.state_dict().items()}
+    big.config.save_pretrained(tmp_path / "big")
+    save_file(state, tmp_path / "big" / "model.safetensors", {"format": "pt"})
+    total = sum(v.nbytes for v in state.values())
+    assert total > 180e6
+    del state
+    save(tmp_path / "small")
+    for peak, share in ranks(loaded_in, 2, tmp_path / "small", tmp_path / "big", limit=120):
+        assert share < 0.51 * total
+        assert share <= peak <= 1.3 * share + vocab * BIG["hidden_size"] * 4
