@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vocabtp.cache import TeacherLogitCache
+from vocabtp.cache import PinnedPool, TeacherLogitCache
 from vocabtp.dist import VocabShard
 
 pytestmark = pytest.mark.gpu
@@ -235,7 +235,61 @@ def test_locked_memory_stays_near_the_payload():
         with TeacherLogitCache.store(source[:, : 2112 - 97 * (step * 7 % 20)]) as cache:
             cache.fetch(0, 1)
         torch.accelerator.synchronize()
-    assert _host_bytes() - before <= 1.1 * 1_283_555_328 + (128 << 20)
+    assert _host_bytes() - before <= 1.1 * 1_283_555_328
+
+
+def test_locked_memory_is_flat_over_1000_steps():
+    pool, source = PinnedPool(), noise(600, WIDTH).bfloat16()
+    before, counts = _host_bytes(), []
+    for step in range(1000):
+        rows = 1 + step * 379 % 600
+        with TeacherLogitCache.store(source[:rows], pool=pool) as cache:
+            cache.prefetch(0, rows)
+            cache.fetch(0, rows)
+        counts.append(_host_bytes() - before)
+    assert pool.pinned
+    assert counts[600:] == [counts[600]] * 400
+    assert counts[-1] <= pool.nbytes <= 1.1 * 600 * WIDTH * 2
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_poison_in_what_was_handed_back_reaches_nobody():
+    pool = PinnedPool()
+    for _ in range(3):
+        source = noise(2000, WIDTH).bfloat16()
+        busy()
+        cache = TeacherLogitCache.store(source, pool=pool)
+        cache.prefetch(0, 900)
+        other = torch.Stream(device())
+        with other:
+            busy()
+            late = cache.fetch(1000, 2000)
+        chunk = cache.fetch(0, 900)
+        cache.free()
+        assert torch.equal(chunk, source[:900])
+        torch.accelerator.current_stream().wait_stream(other)
+        assert torch.equal(late, source[1000:])
+
+
+def test_reused_memory_waits_for_the_copies_of_its_last_cache():
+    """Both ways, and from another stream or the host, which nothing else holds back."""
+    pool, other = PinnedPool(), torch.Stream(device())
+    first, second = noise(2000, WIDTH).bfloat16(), noise(2000, WIDTH).bfloat16()
+    torch.accelerator.synchronize()
+    busy()
+    TeacherLogitCache.store(first, pool=pool).free()
+    with other:
+        cache = TeacherLogitCache.store(second, pool=pool)
+        torch.accelerator.current_stream().synchronize()
+    torch.accelerator.synchronize()
+    assert torch.equal(cache.fetch(0, 2000), second)
+    torch.accelerator.synchronize()
+    busy()
+    chunk = cache.fetch(0, 2000)
+    cache.free()
+    TeacherLogitCache.store(torch.zeros(2000, WIDTH), pool=pool)
+    assert torch.equal(chunk, second)
+    assert pool.nbytes <= 1.1 * 2000 * WIDTH * 2
 
 
 def _host_bytes() -> int:

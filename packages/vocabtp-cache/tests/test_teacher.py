@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vocabtp.cache import TeacherLogitCache
+from vocabtp.cache import PinnedPool, TeacherLogitCache
 from vocabtp.dist import VocabShard
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -48,6 +48,18 @@ def laid_out(x: Tensor, how: str) -> Tensor:
     return x
 
 
+def fragmented() -> PinnedPool:
+    """A pool of which three holes of 192 bytes are free."""
+    pool = PinnedPool()
+    lent = [pool.lend(64) for _ in range(12)]
+    for at, segments in enumerate(lent):
+        if at % 4:
+            pool.take_back(segments)
+    # the rest of the block
+    pool.lend(pool.nbytes - pool.used_nbytes - 9 * 64)
+    return pool
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bitwise equal, NaN payloads and signs of zero included."""
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -70,12 +82,15 @@ def test_rows_come_back_bit_for_bit(rows, width, dtype, source, layout, data):
     kept = logits.clone().to(dtype)
     start = data.draw(st.integers(0, rows))
     end = data.draw(st.integers(start, rows))
-    cache = TeacherLogitCache.store(logits, dtype=dtype)
+    pool = data.draw(st.sampled_from([None, fragmented()]))
+    lent = pool.used_nbytes if pool else 0
+    cache = TeacherLogitCache.store(logits, dtype=dtype, pool=pool)
     if data.draw(st.booleans()):
         cache.prefetch(start, end)
     assert same_bits(cache.fetch(start, end), kept[start:end])
     assert (cache.shape, cache.dtype, len(cache)) == (logits.shape, dtype, rows)
-    assert cache.nbytes == rows * width * dtype.itemsize == cache.allocated_nbytes
+    assert cache.nbytes == rows * width * dtype.itemsize
+    assert cache.allocated_nbytes == (pool.used_nbytes - lent if pool else cache.nbytes)
 
 
 @property_test
@@ -94,7 +109,8 @@ def test_positions_of_all_sequences_come_back_bit_for_bit(
     kept = logits.clone().to(dtype)
     start = data.draw(st.integers(0, length))
     end = data.draw(st.integers(start, length))
-    cache = TeacherLogitCache.store(logits, dtype=dtype)
+    pool = data.draw(st.sampled_from([None, fragmented()]))
+    cache = TeacherLogitCache.store(logits, dtype=dtype, pool=pool)
     if data.draw(st.booleans()):
         cache.prefetch(start, end)
     assert same_bits(cache.fetch(start, end), kept[:, start:end])

@@ -2,7 +2,15 @@
 
 from vocabtp.cache._identity import Identity
 from vocabtp.cache._version import __version__
+from vocabtp.cache.pool import PinnedPool, default_pool
 from vocabtp.cache.stream import TeacherLogitStream
 from vocabtp.cache.teacher import TeacherLogitCache
 
-__all__ = ["Identity", "TeacherLogitCache", "TeacherLogitStream", "__version__"]
+__all__ = [
+    "Identity",
+    "PinnedPool",
+    "TeacherLogitCache",
+    "TeacherLogitStream",
+    "__version__",
+    "default_pool",
+]

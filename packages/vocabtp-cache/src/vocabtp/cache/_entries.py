@@ -24,6 +24,8 @@ from torch import Tensor
 
 from vocabtp.cache._files import CODES, DTYPE_OF, check_size, map_rows, replacing, write_rows
 from vocabtp.cache._identity import Identity
+from vocabtp.cache._pinned import HostRows
+from vocabtp.cache.pool import PinnedPool, default_pool
 
 FORMAT = "vocabtp.cache"
 VERSION = 1
@@ -185,13 +187,22 @@ class MappedRows:
         start: First column.
         end: One past the last column.
         verify: Compare each file that is read from with its checksum now.
+        pool: Through whose memory rows go to an accelerator; None is the default one.
     """
 
     nbytes = 0
 
     def __init__(
-        self, directory: Path, parts: list[Part], start: int, end: int, *, verify: bool
+        self,
+        directory: Path,
+        parts: list[Part],
+        start: int,
+        end: int,
+        *,
+        verify: bool,
+        pool: PinnedPool | None = None,
     ) -> None:
+        self._pool = pool
         self._spans: list[tuple[int, Tensor]] = []
         for part in parts:
             path, sha256 = directory / part.file, part.sha256 if verify else None
@@ -208,14 +219,19 @@ class MappedRows:
         """Copy the rows from `start` to `out`, `[n, L]` contiguous, on its current stream."""
         if not out.numel():
             return
-        on_host = out.device.type == "cpu"
+        end = start + out.shape[0]
+        if out.device.type == "cpu":
+            for offset, columns in self._spans:
+                out[:, offset : offset + columns.shape[1]].copy_(columns[start:end])
+            return
         # pages of a file cannot be copied from beside other work
-        stage = out if on_host else torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        for offset, columns in self._spans:
-            into = stage[:, offset : offset + columns.shape[1]]
-            into.copy_(columns[start : start + out.shape[0]])
-        if not on_host:
-            out.copy_(stage, non_blocking=True)
+        rows = [columns[start:end] for _, columns in self._spans]
+        stage = HostRows(out.shape[0], out.shape[1], out.dtype, self._pool or default_pool())
+        try:
+            stage.write(0, rows[0] if len(rows) == 1 else torch.cat(rows, dim=1))
+            stage.read(0, out)
+        finally:
+            stage.release()
 
     def release(self) -> None:
         """Unmap the files."""

@@ -1,115 +1,108 @@
 """Rows in host memory and their way to and from a device; device differences end here.
 
-A caching host allocator rounds every pinned block up to a power of two, so one block of
-1.2 GiB would lock 2 GiB. `plan_blocks` cuts the rows into blocks that are powers of two
-already: nothing is rounded, and the allocator hands the same blocks out again in the next
-step, whatever its lengths.
-
 Letters: N rows, L columns of this shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-MIN_BLOCK_BYTES = 1 << 20
-MAX_BLOCK_BYTES = 64 << 20
+from vocabtp.cache.pool import PinnedPool, Segment
+
 # what a conversion on the source's device may take at a time
 STAGE_BYTES = 32 << 20
 
 
-class Block(NamedTuple):
-    """One allocation of host memory and how many rows lie in it."""
-
-    rows: int
-    nbytes: int
-
-
-def plan_blocks(rows: int, row_bytes: int) -> list[Block]:
-    """Cut rows into pinned blocks whose sizes are powers of two.
-
-    Args:
-        rows: How many rows.
-        row_bytes: Bytes of one row.
-
-    Returns:
-        Blocks in row order; none where there is nothing to hold. A row never straddles two
-        blocks, so all but the last block waste less than one row, and the last one less than
-        half of itself or `MIN_BLOCK_BYTES`.
-    """
-    blocks = []
-    while rows and row_bytes:
-        need = rows * row_bytes
-        size = min(1 << (need.bit_length() - 1), MAX_BLOCK_BYTES)
-        if size < max(MIN_BLOCK_BYTES, row_bytes):
-            size = max(MIN_BLOCK_BYTES, 1 << (min(need, row_bytes) - 1).bit_length())
-        held = min(rows, size // row_bytes)
-        blocks.append(Block(held, size))
-        rows -= held
-    return blocks
-
-
 class HostRows:
-    """`[N, L]` rows in host memory, contiguous within each block.
+    """`[N, L]` rows in host memory, one behind the other over the pieces of a pool.
 
     Args:
         rows: N.
         width: L.
         dtype: Of the rows.
-        pinned: Lock the memory for the current accelerator.
+        pool: Who lends the memory; None is pageable memory of their own.
+
+    Raises:
+        ValueError: The pool's limit forbids it.
     """
 
-    def __init__(self, rows: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
-        self.nbytes = 0
+    def __init__(self, rows: int, width: int, dtype: torch.dtype, pool: PinnedPool | None) -> None:
+        self._pool = pool
+        self._segments: list[Segment] = []
+        self._uses: dict[tuple[torch.device, int], torch.Event] = {}
         self._parts: list[Tensor] = []
-        row_bytes = width * dtype.itemsize
-        blocks = plan_blocks(rows, row_bytes) if pinned else [Block(rows, rows * row_bytes)]
-        for block in blocks:
-            part = torch.empty(block.nbytes // dtype.itemsize, dtype=dtype, pin_memory=pinned)
-            self._parts.append(part[: block.rows * width].view(block.rows, width))
-            self.nbytes += block.nbytes
+        self._width, self._dtype = width, dtype
+        self.nbytes = rows * width * dtype.itemsize
+        if pool is None:
+            self._parts.append(torch.empty(rows * width, dtype=dtype))
+            return
+        self._segments = pool.lend(self.nbytes)
+        self._parts = [pool.view(segment).view(dtype) for segment in self._segments]
+        self.nbytes = sum(segment.nbytes for segment in self._segments)
 
-    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """The rows of [start, end) as contiguous views, each with its offset from start."""
-        first = 0
+    def _pieces(self, start: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows from `start` in host memory beside their like in `flat`, contiguous both."""
+        first, at = 0, start * self._width
+        end = at + flat.numel()
         for part in self._parts:
-            lo, hi = max(start, first), min(end, first + part.shape[0])
+            lo, hi = max(at, first), min(end, first + part.numel())
             if lo < hi:
-                yield lo - start, part[lo - first : hi - first]
-            first += part.shape[0]
+                yield part[lo - first : hi - first], flat[lo - at : hi - at]
+            first += part.numel()
 
     def write(self, start: int, source: Tensor) -> None:
         """Copy `[n, L]` of any strides, dtype and device to the rows from `start`.
 
-        From an accelerator the copies are queued on its current stream. They are made
-        contiguous and converted there, `STAGE_BYTES` at a time: a strided copy over the bus
-        takes ten times as long.
+        From an accelerator the copies are queued on its current stream, behind those that had
+        the memory before. They are made contiguous and converted there, `STAGE_BYTES` at a time:
+        a strided copy over the bus takes ten times as long.
         """
-        on_host = source.device.type == "cpu"
-        for offset, piece in self._pieces(start, start + source.shape[0]):
-            rows = source[offset : offset + piece.shape[0]]
-            if on_host:
-                piece.copy_(rows)
-                continue
-            step = max(1, STAGE_BYTES // (piece.shape[1] * piece.element_size()))
-            for at in range(0, piece.shape[0], step):
-                stage = rows[at : at + step].to(piece.dtype).contiguous()
-                piece[at : at + step].copy_(stage, non_blocking=True)
+        device = source.device
+        for segment in self._segments:
+            for event in segment.pending:
+                wait(event, device)
+        step = max(1, STAGE_BYTES // max(1, self._width * self._dtype.itemsize))
+        try:
+            for at in range(0, source.shape[0], step):
+                rows = source[at : at + step].to(self._dtype).contiguous()
+                for piece, values in self._pieces(start + at, rows.view(-1)):
+                    piece.copy_(values, non_blocking=is_accelerator(device))
+        finally:
+            self._note(device)
 
     def read(self, start: int, out: Tensor) -> None:
         """Copy the rows from `start` to `out`, `[n, L]` contiguous, on its current stream."""
-        for offset, piece in self._pieces(start, start + out.shape[0]):
-            target = out[offset : offset + piece.shape[0]]
-            target.copy_(piece, non_blocking=out.device.type != "cpu")
+        try:
+            for piece, values in self._pieces(start, out.view(-1)):
+                values.copy_(piece, non_blocking=is_accelerator(out.device))
+        finally:
+            self._note(out.device)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, with the copies that may be under way; twice is fine."""
+        segments, self._segments = self._segments, []
         self._parts.clear()
         self.nbytes = 0
+        if segments and self._pool is not None:
+            uses = tuple(self._uses.values())
+            self._pool.take_back([replace(s, pending=(*s.pending, *uses)) for s in segments])
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _note(self, device: torch.device) -> None:
+        """Remember that the device's current stream has copies of these rows."""
+        if self._pool is None or not is_accelerator(device):
+            return
+        stream = torch.accelerator.current_stream(device)
+        key = device, stream.stream_id
+        if key not in self._uses:
+            self._uses[key] = torch.Event(device)
+        self._uses[key].record(stream)
 
 
 class Arrival:

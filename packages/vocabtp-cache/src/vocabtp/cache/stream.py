@@ -12,6 +12,7 @@ import torch
 from vocabtp.cache._checks import check_entry
 from vocabtp.cache._entries import count_entries
 from vocabtp.cache._pinned import resolve
+from vocabtp.cache.pool import PinnedPool
 from vocabtp.cache.teacher import TeacherLogitCache
 from vocabtp.dist import VocabShard
 
@@ -31,6 +32,7 @@ class TeacherLogitStream:
         device: As for `TeacherLogitCache.open`.
         verify: As for `TeacherLogitCache.open`.
         teacher: As for `TeacherLogitCache.open`.
+        pool: As for `TeacherLogitCache.open`.
 
     Raises:
         ValueError: The directory holds no cache, or one is missing between others.
@@ -44,11 +46,12 @@ class TeacherLogitStream:
         device: torch.device | str | None = None,
         verify: bool = True,
         teacher: str | None = None,
+        pool: PinnedPool | None = None,
     ) -> None:
         self._directory = Path(directory)
         # here and not in the thread, which has a current device of its own
         self._shard, self._device = shard, None if device is None else resolve(device)
-        self._verify, self._teacher = verify, teacher
+        self._verify, self._teacher, self._pool = verify, teacher, pool
         self._count = count_entries(self._directory)
 
     def __len__(self) -> int:
@@ -72,6 +75,7 @@ class TeacherLogitStream:
             device=self._device,
             verify=self._verify,
             teacher=self._teacher,
+            pool=self._pool,
         )
 
     def __iter__(self) -> Iterator[TeacherLogitCache]:

@@ -24,6 +24,7 @@ from vocabtp.cache._entries import MappedRows, new_part, read_entry, write_part
 from vocabtp.cache._files import DTYPE_OF
 from vocabtp.cache._identity import Identity
 from vocabtp.cache._pinned import Arrival, HostRows, is_accelerator, mark, resolve, wait
+from vocabtp.cache.pool import PinnedPool, default_pool
 from vocabtp.dist import VocabShard
 
 # the current chunk and the next: more would defeat the purpose of the cache
@@ -75,6 +76,7 @@ class TeacherLogitCache:
         teacher: str | None = None,
         tokens: Tensor | None = None,
         positions: Tensor | None = None,
+        pool: PinnedPool | None = None,
     ) -> Self:
         """Copy a teacher's logits to host memory.
 
@@ -92,6 +94,8 @@ class TeacherLogitCache:
             tokens: The ids that the teacher read, integers of any shape; only their digest is
                 kept. Reading them waits for an accelerator that they are on.
             positions: Where the rows come from, integers or a mask, likewise.
+            pool: Who lends the host memory. None is the process's own `default_pool()` for rows
+                from an accelerator, and memory of this cache alone for rows from the CPU.
 
         Returns:
             The filled cache.
@@ -100,7 +104,7 @@ class TeacherLogitCache:
             TypeError: `logits` is no plain floating tensor, `shard` no `VocabShard`, `dtype`
                 none of the four, `teacher` no string, or ids are no integers.
             ValueError: `logits` has another number of dimensions, or a last dimension other
-                than `shard.width`.
+                than `shard.width`, or the pool's limit forbids it.
         """
         check_source(logits, shard, dtype)
         identity = Identity.of("TeacherLogitCache.store:", teacher, tokens, positions)
@@ -108,13 +112,18 @@ class TeacherLogitCache:
             sequences = logits if logits.dim() == 3 else logits.unsqueeze(0)
             batch, length, width = sequences.shape
             device = logits.device
-            pinned = is_accelerator(device)
-            host = HostRows(batch * length, width, dtype, pinned=pinned)
+            if pool is None and is_accelerator(device):
+                pool = default_pool()
+            host = HostRows(batch * length, width, dtype, pool)
             cache = cls(host, logits.shape, dtype, shard, identity)
-            for b in range(batch):
-                host.write(b * length, sequences[b].detach())
-            cache._device = device
-            cache._stored = mark(device)
+            try:
+                for b in range(batch):
+                    host.write(b * length, sequences[b].detach())
+                cache._device = device
+                cache._stored = mark(device)
+            except BaseException:
+                cache.free()
+                raise
         return cache
 
     @classmethod
@@ -129,6 +138,7 @@ class TeacherLogitCache:
         teacher: str | None = None,
         tokens: Tensor | None = None,
         positions: Tensor | None = None,
+        pool: PinnedPool | None = None,
     ) -> Self:
         """A cache that `save` wrote, its rows read from the files when they are asked for.
 
@@ -142,6 +152,7 @@ class TeacherLogitCache:
             teacher: If given, must be the name that the cache was stored with.
             tokens: Likewise.
             positions: Likewise.
+            pool: Through whose memory rows go to an accelerator; None is `default_pool()`.
 
         Returns:
             The cache, of the shape that was stored apart from the width.
@@ -168,7 +179,7 @@ class TeacherLogitCache:
         start, end = (0, whole) if shard is None else (shard.start, shard.end)
         if problem := first.identity.mismatch(expected):
             raise ValueError(f"{where} entry {entry} of {folder}: {problem}")
-        host = MappedRows(folder, parts, start, end, verify=verify)
+        host = MappedRows(folder, parts, start, end, verify=verify, pool=pool)
         shape = torch.Size((*first.shape[:-1], end - start))
         cache = cls(host, shape, DTYPE_OF[first.dtype], shard, first.identity)
         cache._device = cache._target(device)
