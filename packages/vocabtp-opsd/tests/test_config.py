@@ -153,7 +153,7 @@ def test_section_set_twice_is_refused(write):
         ("distillation: {chunk_size: 0}", "distillation.chunk_size must be at least 1, got 0"),
         ("parallel: {tp: 0}", "parallel.tp must be at least 1, got 0"),
         ("parallel: {tp: 2, nproc: 3}", "parallel.nproc is 3, which parallel.tp 2 does not"),
-        ("parallel: {shard: zero2}", "parallel.shard must be none; got 'zero2'"),
+        ("parallel: {shard: zero1}", "parallel.shard must be one of none, zero2, zero3; got 'z"),
         ("parallel: {engine: deepspeed}", "parallel.engine must be torch; got 'deepspeed'"),
         ("deepspeed_config: ''", "deepspeed_config must not be empty"),
     ],
@@ -171,6 +171,11 @@ def test_a_float16_student_is_refused(write):
     text = refusal(write(), ["student.dtype=float16"])
     assert text.startswith("override 'student.dtype=float16': student.dtype must be bfloat16 or")
     assert load_config(write(), ["teacher.dtype=float16"]).teacher.dtype == "float16"
+
+
+def test_a_sharded_teacher_is_not_moved_to_the_host(write):
+    text = refusal(write("parallel: {shard: zero3}\n"), ["teacher.offload_to_cpu=true"])
+    assert "teacher.offload_to_cpu does not go with parallel.shard zero3" in text
 
 
 def test_template_rules(write):
@@ -413,10 +418,7 @@ def test_every_documented_key_reaches_the_resolved_configuration(write):
         assert config.flat()[name] == value
         assert str(value) != row.default
     # keys with one value so far: nothing to change them to
-    assert single == {"teacher.payload", "teacher.kind", "rollout.engine"} | {
-        "parallel.engine",
-        "parallel.shard",
-    }
+    assert single == {"teacher.payload", "teacher.kind", "rollout.engine", "parallel.engine"}
 
 
 def test_reference_covers_every_field_with_a_description():

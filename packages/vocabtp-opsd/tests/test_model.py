@@ -93,7 +93,7 @@ GRADIENT_CASES = [
 
 
 def _gradients(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     for kind, micro_batches, changes in GRADIENT_CASES:
         model = assert_as_dense(layout, kind, micro_batches, **changes)
         assert model.shard.world_size == world
@@ -110,7 +110,7 @@ WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def _wider(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     # 37 columns over 4: 10, 10, 10, 7
     assert_as_dense(layout, "qwen3", 2, tied=True, **WIDE)
     model = assert_as_dense(layout, "llama", 2, vocab=1031, pad_token_id=3, **WIDE)
@@ -124,7 +124,7 @@ def test_gradients_and_logits_equal_dense_at_tp4(ranks):
 
 
 def _whole_heads(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     for kind, changes in (("qwen3", {"tied": True}), ("llama", {}), ("gpt2", {"tied": True})):
         model = assert_as_dense(layout, kind, 2, cut_vocab=False, **changes)
         assert model.shard.tp_group is None
@@ -144,7 +144,7 @@ B46_GRAD = [[1.8336, -1.0906], [-0.7528, 0.1749], [-0.3280, 1.9507], [-0.2907, -
 
 
 def _tied(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     module = tiny_model("gpt2", tied=True, n_embd=2, n_head=1, n_layer=0, vocab=4)
     module.transformer.ln_f = torch.nn.Identity()
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_a_tied_head_is_one_parameter_with_both_gradients(ranks):
 
 
 def _no_rows(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     for kind in ("qwen3", "gpt2"):
         model = place_model(tiny_model(kind), layout, name=kind, trainable=True)
         tokens, mask, response = batch([(5, 0), (3, 0)], 37, 1)
@@ -221,7 +221,7 @@ def test_masks_that_nothing_predicts_or_of_other_shapes_are_refused():
 
 
 def _foreign_ids(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     model = place_model(tiny_model("llama"), layout, name="m", trainable=True)
     before = dict(model.module.get_input_embeddings()._parameters)
     for bad in (37, -1):

@@ -17,7 +17,7 @@ from vocabtp.opsd.parallel import Layout, make_layout, shutdown
 
 
 def section(tp=1, device="cpu"):
-    return SimpleNamespace(tp=tp, device=device)
+    return SimpleNamespace(tp=tp, device=device, shard="none")
 
 
 def test_one_process_never_starts_torch_distributed():

@@ -43,7 +43,7 @@ def answer(model, prompts=PROMPTS, ids=None, seed=7, step=3, special=None, stop=
 
 def _stopped(rank, world):
     rollout_module._STOP_EVERY = 4
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     model = place_model(tiny_model("llama"), layout, name="llama", trainable=True)
     asked = []
 
@@ -70,7 +70,7 @@ def whole_generate(module, prompts, n):
 
 
 def _greedy(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     torch.manual_seed(rank)
     seen = {}
     for kind, tied in CASES:
@@ -106,7 +106,7 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 
 def _layouts(rank, world, tp):
     torch.manual_seed(1000 * rank + 1)  # must not matter
-    layout = make_layout(SimpleNamespace(tp=tp, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=tp, device="cpu", shard="none"))
     model = place_model(tiny_model("qwen3", **SIX_HEADS), layout, name="m", trainable=True)
     mine = slice(layout.dp_rank * 4 // layout.dp, (layout.dp_rank + 1) * 4 // layout.dp)
     out = []
@@ -158,7 +158,7 @@ def test_another_batch_mate_changes_nothing():
 
 
 def _ties(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     module = tiny_model("llama")
     with torch.no_grad():
         rows = module.get_output_embeddings().weight
@@ -185,7 +185,7 @@ def greedy_over(module, prompt, usable, n):
 
 
 def _beyond(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
 
     def module():
         made = tiny_model("llama")
@@ -216,7 +216,7 @@ def test_ids_beyond_the_tokenizer_are_never_picked(ranks):
 
 
 def _disagreeing(rank, world, what):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     model = place_model(tiny_model("llama"), layout, name="m", trainable=True)
     pick = rollout_module.vocab_parallel_sample
     calls = []
@@ -254,7 +254,7 @@ def test_peers_that_disagree_raise_on_every_rank(ranks, what):
 
 
 def _empty_prompt(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     model = place_model(tiny_model("llama"), layout, name="m", trainable=True)
     with pytest.raises(ValueError, match="a prompt has no token"):
         answer(model, [[4], []] if rank == 1 else [[4], [5]])

@@ -37,7 +37,7 @@ def by_hand(module, prompts, rollout):
 
 
 def _scores(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     student = place_model(tiny_model("qwen2"), layout, name="s", trainable=True)
     # an end id that cuts one answer short
     ends = (some_rollout(student, ends=()).responses()[1][2],)
@@ -67,7 +67,7 @@ def test_each_response_token_is_scored_at_the_row_before_it(ranks):
 
 
 def _self_distillation(rank, world):
-    layout = make_layout(SimpleNamespace(tp=world, device="cpu"))
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
     student = place_model(tiny_model("llama"), layout, name="s", trainable=True)
     teacher = place_model(tiny_model("llama"), layout, name="t", trainable=False)
     rollout = some_rollout(student, max_response_length=2)

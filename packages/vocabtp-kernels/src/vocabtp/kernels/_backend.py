@@ -83,19 +83,14 @@ class Implementation(Protocol):
         """
         ...
 
-    def kl_stats(
-        self, a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, merged: bool
-    ) -> ShardStats:
-        """`(m_a, m_b; S_a, S_b, W; A supports what B masks)` `[P, *, N]` of P parts of each row.
-
-        `merged` asks for one part.
-        """
+    def kl_stats(self, a: Rows, b: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
+        """`(m_a, m_b; S_a, S_b, W; A supports what B masks)`."""
         ...
 
     def kl_terms(
-        self, a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float, *, merged: bool
+        self, a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float
     ) -> Tensor:
-        """`[P, 3, N]`: sums of the clipped terms t, of a f and of w a."""
+        """`[3, N]`: sums of the clipped terms t, of a f and of w a."""
         ...
 
     def kl_grad(
@@ -114,10 +109,8 @@ class Implementation(Protocol):
         """`upstream` `[N]` times `factor` times `a (d - W / S_a)` and `b - a`, or clipped."""
         ...
 
-    def pair_stats(
-        self, p: Rows, q: Rows, dtype: torch.dtype, temperature: float, *, merged: bool
-    ) -> ShardStats:
-        """`(m_p, m_q; S_p, S_q)` `[P, *, N]`."""
+    def pair_stats(self, p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
+        """`(m_p, m_q; S_p, S_q)`."""
         ...
 
     def jsd_terms(
@@ -128,10 +121,8 @@ class Implementation(Protocol):
         temperature: float,
         beta: float,
         clip: float | None,
-        *,
-        merged: bool,
     ) -> Tensor:
-        """`[P, 3, N]`: sums of the terms t, of w p log(p/m) and of w q log(q/m)."""
+        """`[3, N]`: sums of the terms t, of w p log(p/m) and of w q log(q/m)."""
         ...
 
     def jsd_grad(
@@ -151,15 +142,11 @@ class Implementation(Protocol):
         """The same times `(1 - beta) p (w log(p/m) - E_p)` and `beta q (w log(q/m) - E_q)`."""
         ...
 
-    def merge_pair(self, parts: ShardStats, temperature: float) -> ShardStats:
+    def finish_kl(self, stats: ShardStats) -> Tensor:
         """As in `_stats`."""
         ...
 
-    def finish_kl(self, parts: ShardStats, temperature: float) -> tuple[Tensor, ShardStats]:
-        """As in `_stats`."""
-        ...
-
-    def finish_terms(self, parts: Tensor, stats: ShardStats, scale: float) -> tuple[Tensor, Tensor]:
+    def finish_terms(self, terms: Tensor, stats: ShardStats, scale: float) -> Tensor:
         """As in `_stats`."""
         ...
 

@@ -219,8 +219,11 @@ class ParallelConfig(Section):
     engine: Literal["torch"] = Field(
         default="torch", description="What holds optimizer and gradients."
     )
-    shard: Literal["none"] = Field(
-        default="none", description="What is sharded over the data-parallel ranks."
+    shard: Literal["none", "zero2", "zero3"] = Field(
+        default="none",
+        description="What is sharded over the data-parallel ranks: none keeps whole replicas, "
+        "zero2 shards gradients and optimizer, zero3 also drops a layer's gathered weights between "
+        "forward and backward. At rest both keep shards of student and teacher only.",
     )
     nproc: Positive | None = Field(
         default=None,
@@ -269,6 +272,12 @@ class Sections(Section):
                 "training.attention",
                 "is flash, which needs a GPU and student.dtype and teacher.dtype bfloat16: change "
                 "those, or take sdpa",
+            )
+        if self.teacher.offload_to_cpu and self.parallel.shard != "none":
+            raise RuleError(
+                "teacher.offload_to_cpu",
+                f"does not go with parallel.shard {self.parallel.shard}, which leaves a rank only "
+                "its shard of the teacher: set one of them back",
             )
         if t.eval_steps and self.data.eval_path is None:
             raise RuleError(

@@ -37,6 +37,7 @@ from vocabtp.opsd._tensor_reader import SafeReader
 from vocabtp.opsd.engine import Engine
 from vocabtp.opsd.errors import CheckpointError
 from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.sharding import sharding_of
 
 _NAME = re.compile(r"step-(\d{8})")
 _MARK = "COMPLETE"
@@ -137,6 +138,7 @@ class Checkpoints:
                     [name for name in known if name.startswith("optimizer.")]
                 )
             load_tensors(model | state | rng, storage_reader=reader, no_dist=self.alone)
+        _take_over(module, model)
         if engine is not None:
             engine.load_state_tensors(state)
             self.set_rng(rng)
@@ -194,15 +196,28 @@ def read_saved(path: Path) -> Saved:
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, a tied weight once."""
+    """Parameters and persistent buffers by name, a tied weight once.
+
+    In the dtype that the module computes in: masters are the engine's to save.
+    """
     once = dict(module.named_parameters())
     shared = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(once)
     state = module.state_dict()
+    sharding = sharding_of(module)
+    dtype = None if sharding is None else sharding.dtype
     return {
-        f"model.{name}": value
+        f"model.{name}": value if dtype is None or name not in once else value.to(dtype)
         for name, value in state.items()
         if name not in shared and isinstance(value, Tensor)
     }
+
+
+def _take_over(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what was read into parameters that are stored in another dtype."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if (read := tensors[f"model.{name}"]).dtype != parameter.dtype:
+                parameter.copy_(read)
 
 
 def _fault(path: Path) -> str:

@@ -17,6 +17,7 @@ from vocabtp.opsd.model import evaluating
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.rollout import Rollout, generate
 from vocabtp.opsd.session import Inputs, Models, Prompts
+from vocabtp.opsd.sharding import gathered
 
 SAMPLES = 12
 
@@ -72,13 +73,16 @@ def evaluate(
     batches = math.ceil(most / size)
     sums = torch.zeros(5, dtype=torch.float64, device=layout.device)
     samples: list[dict[str, Any]] = []
-    for i in range(batches):
-        tick(i, batches)
-        rollout = None
-        if batch := mine[i * size : (i + 1) * size]:
-            rollout = greedy(config, inputs, models, prompts.for_student(batch), stop)
-        tick(i, batches)
-        if rollout is not None:
+    with gathered(models.student.module):
+        for i in range(batches):
+            tick(i, batches)
+            rollout = None
+            if batch := mine[i * size : (i + 1) * size]:
+                rollout = greedy(config, inputs, models, prompts.for_student(batch), stop)
+            tick(i, batches)
+            if rollout is None:
+                models.teacher.idle()
+                continue
             found, rows = _batch(config, inputs, models, prompts, batch, rollout)
             sums += found
             samples += rows[: max(0, SAMPLES - len(samples))]
@@ -138,24 +142,25 @@ def answer_all(
     settings = config.rollout.model_copy(update={"n_samples_per_prompt": 1})
     mine = list(range(len(prompts)))[:limit][layout.dp_rank :: layout.dp]
     rows: list[tuple[int, dict[str, Any]]] = []
-    for at in range(0, len(mine), size):
-        batch = mine[at : at + size]
-        rollout = generate(
-            models.student,
-            prompts.for_student(batch),
-            batch,
-            config=settings,
-            specials=models.specials,
-            seed=config.training.seed,
-            step=0,
-        )
-        texts = response_texts(inputs, models, rollout)
-        for i, text, length, cut in zip(
-            batch, texts, rollout.response_lengths, rollout.truncated, strict=True
-        ):
-            example = prompts.examples[i]
-            row = {"line": example.line, "prompt": example.prompt, "response": text}
-            rows.append((i, row | {"tokens": length, "truncated": cut}))
+    with gathered(models.student.module):
+        for at in range(0, len(mine), size):
+            batch = mine[at : at + size]
+            rollout = generate(
+                models.student,
+                prompts.for_student(batch),
+                batch,
+                config=settings,
+                specials=models.specials,
+                seed=config.training.seed,
+                step=0,
+            )
+            texts = response_texts(inputs, models, rollout)
+            for i, text, length, cut in zip(
+                batch, texts, rollout.response_lengths, rollout.truncated, strict=True
+            ):
+                example = prompts.examples[i]
+                row = {"line": example.line, "prompt": example.prompt, "response": text}
+                rows.append((i, row | {"tokens": length, "truncated": cut}))
     if layout.dp > 1:
         parts: list[Any] = [None] * layout.dp
         dist.all_gather_object(parts, rows, group=layout.dp_group)
@@ -197,6 +202,8 @@ def _batch(
     divergence = 0.0
     if tokens:
         divergence = _divergence(config, models, rollout, prompts.for_teacher(batch))
+    else:
+        models.teacher.idle()
     numbers = [
         sum(row["correct"] for row in rows),
         divergence,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from vocabtp.opsd.checkpoint import model_tensors
 from vocabtp.opsd.errors import CheckpointError
 from vocabtp.opsd.model import LanguageModel
+from vocabtp.opsd.sharding import sharding_of
 
 
 def export_model(model: LanguageModel, tokenizer: Any, path: Path) -> Path:
@@ -40,6 +43,18 @@ def export_model(model: LanguageModel, tokenizer: Any, path: Path) -> Path:
     with layout.together():
         if layout.is_main:
             path.mkdir(parents=True, exist_ok=True)
-            model.module.save_pretrained(path, state_dict=whole)
+            _plain(model.module).save_pretrained(path, state_dict=whole)
             tokenizer.save_pretrained(path)
     return path
+
+
+def _plain(module: Any) -> Any:
+    """The module, or one of the class and dtype that a sharded one had; without weights."""
+    sharding = sharding_of(module)
+    if sharding is None:
+        return module
+    plain: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"):
+        skeleton = plain(module.config).to(sharding.dtype)
+    skeleton.generation_config = module.generation_config
+    return skeleton

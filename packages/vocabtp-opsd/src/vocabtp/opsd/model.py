@@ -26,6 +26,7 @@ from vocabtp.opsd.model_files import (
     read_model,
 )
 from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.sharding import shard_module
 from vocabtp.opsd.tp_plan import apply_plan, is_tied
 
 if TYPE_CHECKING:
@@ -101,6 +102,12 @@ class LanguageModel:
             use_cache=False,
         )
         return logits
+
+    def idle_logits(self) -> Tensor:
+        """`[0, L]`: a forward over no response row, for collectives that other copies need."""
+        tokens = torch.zeros((1, 1), dtype=torch.long, device=self.layout.device)
+        mask = torch.ones_like(tokens)
+        return self.response_logits(tokens, mask, torch.zeros_like(mask, dtype=torch.bool))
 
     def next_logits(
         self, tokens: Tensor, attention_mask: Tensor, cache: Any = None
@@ -264,7 +271,7 @@ def place_model(
     cut_vocab: bool = True,
     skeleton: Skeleton | None = None,
 ) -> LanguageModel:
-    """Cut a whole model that every rank holds, and put it on the device.
+    """Cut a whole model that every rank holds, and put this rank's part on the device.
 
     Args:
         module: A Hugging Face causal LM, equal on all tensor-parallel ranks; changed in place.
@@ -283,13 +290,17 @@ def place_model(
     if skeleton is not None:
         with layout.together():
             fill(module, skeleton.places, layout, name)
-    module.to(layout.device)
+    if layout.mesh is None or not layout.sharded:
+        module.to(layout.device)
     weight = module.get_output_embeddings().weight
     if isinstance(weight, DTensor):
         # the widths that were really cut, not a formula of our own
         shard = VocabShard.resolve(weight.to_local().shape[0], layout.tp_group)
     else:
         shard = VocabShard(0, weight.shape[0], weight.shape[0], None)
+    if layout.mesh is not None and layout.sharded:
+        # to the device too, one layer at a time
+        shard_module(module, layout.mesh["dp"], free=layout.shard == "zero3", name=name)
     return LanguageModel(module=module, shard=shard, layout=layout, name=name)
 
 

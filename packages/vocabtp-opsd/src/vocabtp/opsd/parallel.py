@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ class Layout:
         dp_group: The ranks with this `tp_rank` in all copies; None where `dp` is 1.
         world_group: All ranks; None for a single process.
         device: Where this rank computes.
+        shard: What the ranks of `dp_group` share of the models: `parallel.shard`.
     """
 
     mesh: DeviceMesh | None = None
@@ -54,11 +55,17 @@ class Layout:
     dp_group: ProcessGroup | None = None
     world_group: ProcessGroup | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shard: Literal["none", "zero2", "zero3"] = "none"
 
     @property
     def world(self) -> int:
         """Number of ranks."""
         return self.tp * self.dp
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the copies hold shards of the models instead of replicas."""
+        return self.shard != "none" and self.dp > 1
 
     @property
     def rank(self) -> int:
@@ -107,7 +114,7 @@ def make_layout(parallel: ParallelConfig, *, timeout: timedelta = TIMEOUT) -> La
     `torch.distributed`.
 
     Args:
-        parallel: The configuration's section; `tp` and `device` are read.
+        parallel: The configuration's section; `tp`, `device` and `shard` are read.
         timeout: After which a rank gives up waiting for the others.
 
     Returns:
@@ -142,6 +149,7 @@ def make_layout(parallel: ParallelConfig, *, timeout: timedelta = TIMEOUT) -> La
         dp_group=mesh.get_group("dp") if world > tp else None,
         world_group=dist.group.WORLD,
         device=device,
+        shard=parallel.shard,
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vocabtp.dist import agree, sampling_keys, vocab_parallel_argmax, vocab_parallel_sample
 from vocabtp.opsd.model import LanguageModel, evaluating
+from vocabtp.opsd.sharding import gathered
 
 if TYPE_CHECKING:
     from vocabtp.opsd.config import RolloutConfig
@@ -97,6 +98,7 @@ def generate(
     """Answer prompts, `config.n_samples_per_prompt` times each.
 
     Every tensor-parallel peer passes the same arguments; data-parallel copies pass their own.
+    Copies that share a sharded student call it equally often, or all hold it `gathered` meanwhile.
     Runs without gradients and in evaluation mode; both are as before afterwards.
 
     Args:
@@ -128,7 +130,7 @@ def generate(
     prompt_block, prompt_mask = left_padded(rows, specials.pad_id, model.layout.device)
     limits = response_limits(rows, config.max_response_length, model.context)
     picker = _Picker(model, config, specials, seed, step, ids)
-    with torch.no_grad(), evaluating(model.module):
+    with torch.no_grad(), gathered(model.module), evaluating(model.module):
         response, lengths, ended = _decode(picker, prompt_block, prompt_mask, limits, stop)
     picked = {"tokens": digest(response.tolist()), "lengths": digest(lengths)}
     agree(picked, what="rollout of tensor-parallel peers", group=group)

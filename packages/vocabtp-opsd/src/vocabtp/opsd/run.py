@@ -137,6 +137,7 @@ class Run:
         except _StopRequest:
             # the checkpoint that follows must continue as if this step had not begun
             self.engine.zero_grad()
+            self.trainer.forget_models()
             self.trainer.checkpoints.set_rng(rng)
             raise
 

@@ -28,6 +28,7 @@ from vocabtp.opsd.loss import ROW_METRICS, LossSpec, distill_loss
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.rollout import Rollout, generate
 from vocabtp.opsd.session import Models, Prompts
+from vocabtp.opsd.sharding import gathered
 
 PHASES = ("rollout", "teacher", "student", "step", "other")
 
@@ -116,9 +117,10 @@ class Stepper:
         times = _Times(self.layout.device)
         self.bad_token = TokenPlace()
         parts = self._parts(step)
-        with times.phase("rollout"):
+        with times.phase("rollout"), gathered(self.models.student.module):
             batches = self._rollouts(step, parts, signum, tick)
-        tokens, filled = self._count([rollout for _, rollout in batches])
+        tokens, busy = self._count([rollout for _, rollout in batches], len(parts))
+        last = max((i for i, copies in enumerate(busy) if copies), default=-1)
         loss = 0.0
         rows: list[Tensor] = []
         for i in range(len(parts)):
@@ -126,8 +128,10 @@ class Stepper:
             # a copy with less to do has its empty parts last
             indices, rollout = batches[i] if i < len(batches) else ([], None)
             if rollout is not None and any(rollout.response_lengths):
-                share = self._normalizer(rollout, tokens, filled)
-                loss += self._micro_batch(indices, rollout, share, rows, times)
+                share = self._normalizer(rollout, tokens, sum(busy))
+                loss += self._micro_batch(indices, rollout, share, rows, times, last=i == last)
+            elif busy[i] and self.layout.sharded:
+                self._idle(times, last=i == last)
         with times.phase("step"):
             result = self.engine.step(
                 step,
@@ -195,16 +199,16 @@ class Stepper:
             out.append((chosen, rollout))
         return out
 
-    def _count(self, rollouts: list[Rollout]) -> tuple[int, int]:
-        """Response tokens, and micro-batches that have any, over all copies."""
+    def _count(self, rollouts: list[Rollout], parts: int) -> tuple[int, list[int]]:
+        """Response tokens over all copies, and for each micro-batch the copies that have any."""
         lengths = [sum(rollout.response_lengths) for rollout in rollouts]
-        counts = [sum(lengths), sum(length > 0 for length in lengths)]
-        if self.layout.dp == 1:
-            return counts[0], counts[1]
-        both = torch.tensor(counts, dtype=torch.int64, device=self.layout.device)
-        dist.all_reduce(both, group=self.layout.dp_group)
-        tokens, filled = both.tolist()
-        return tokens, filled
+        lengths += [0] * (parts - len(lengths))
+        counts = [sum(lengths), *(int(length > 0) for length in lengths)]
+        if self.layout.dp > 1:
+            total = torch.tensor(counts, dtype=torch.int64, device=self.layout.device)
+            dist.all_reduce(total, group=self.layout.dp_group)
+            counts = total.tolist()
+        return counts[0], counts[1:]
 
     def _normalizer(self, rollout: Rollout, tokens: int, filled: int) -> float:
         if self.config.distillation.loss_scale == "micro_batch_mean":
@@ -218,6 +222,8 @@ class Stepper:
         normalizer: float,
         rows: list[Tensor],
         times: _Times,
+        *,
+        last: bool,
     ) -> float:
         """Add one micro-batch's gradient; its share of the loss. No teacher row outlives it."""
         seen = len(rows)
@@ -238,7 +244,7 @@ class Stepper:
                 # the rollout made sure that tensor-parallel peers hold the same tokens
                 agreed=True,
             )
-            self.engine.backward(loss)
+            self.engine.backward(loss, last=last)
             value = float(loss.detach())
         if not math.isfinite(value) and not self.bad_token:
             found = first_bad_row(rows[seen:], rollout.response_lengths)
@@ -256,6 +262,14 @@ class Stepper:
         line = self.prompts.examples[place.prompt].line
         where = f"{self.prompts.path}:{line}, sample {place.sample}, response token {place.token}"
         return replace(result, reason=f"{result.reason}: first at {where}")
+
+    def _idle(self, times: _Times, *, last: bool) -> None:
+        """Take part in the collectives of a micro-batch that only other copies have rows in."""
+        with times.phase("teacher"):
+            self.models.teacher.idle()
+        with times.phase("student"):
+            # of no element: 0, and so are its gradients
+            self.engine.backward(self.models.student.idle_logits().sum(), last=last)
 
     def _report(self, loss: float, rows: list[Tensor], rollouts: list[Rollout]) -> list[float]:
         sums = [0.0] * len(ROW_METRICS)

@@ -11,6 +11,7 @@ from torch import Tensor
 from vocabtp.cache import TeacherLogitCache
 from vocabtp.opsd.model import LanguageModel, evaluating
 from vocabtp.opsd.rollout import Rollout, left_padded
+from vocabtp.opsd.sharding import release, sharding_of
 
 
 class Teacher:
@@ -61,7 +62,19 @@ class Teacher:
         module = self.model.module
         with torch.no_grad(), evaluating(module), self._on_device():
             logits = self.model.response_logits(tokens, attention_mask, response_mask)
+        release(module)
         return TeacherLogitCache.store(logits, shard=self.model.shard, dtype=module.dtype)
+
+    def idle(self) -> None:
+        """Take part in a `score` of other data-parallel copies, without a sample of one's own.
+
+        Nothing to do unless the copies hold shards of the teacher.
+        """
+        module = self.model.module
+        if sharding_of(module) is not None:
+            with torch.no_grad(), evaluating(module):
+                self.model.idle_logits()
+            release(module)
 
     def _batch(
         self, rollout: Rollout, prompts: Sequence[Sequence[int]] | None

@@ -171,6 +171,11 @@ class Trainer:
             self.notice(f"using the student of {path}")
         return path
 
+    def forget_models(self) -> None:
+        """Load sharded models anew next time: they keep gradients that were not reduced yet."""
+        if self.layout.sharded:
+            self._models = None
+
     def notice(self, line: str) -> None:
         """Tell the user, from one rank; ranks under a launcher keep their loggers quiet."""
         if self.layout.is_main:

@@ -62,3 +62,86 @@ def moved_weighted(weighted, total, shift, other_shift, c, scale):
     # the sum moved first: a shift may be as large as a number can be
     sum_ = weight * weighted + (shift - other_shift) * (scale * (weight * total))
     return tl.where((weight == 0.0) & (total == total), 0.0, sum_)
+
+
+@triton.jit(do_not_specialize=["rows", "n_seg"])
+def merge_segments(
+    part_ptr,
+    out_ptr,
+    rows,
+    n_seg,
+    c,
+    inv_t,
+    SIDES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    FLAGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Segments' `[planes, n_seg, N]` into `[planes, N]`: maxes, sums, a weighted sum, flags."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    plane = n_seg.to(tl.int64) * rows
+    top_a = tl.full([BLOCK], LOWEST, tl.float32)
+    top_b = tl.full([BLOCK], LOWEST, tl.float32)
+    for seg in range(n_seg):
+        at = part_ptr + seg * rows.to(tl.int64) + row
+        top_a = tl.maximum(top_a, tl.load(at, mask=live, other=0.0))
+        if SIDES == 2:
+            top_b = tl.maximum(top_b, tl.load(at + plane, mask=live, other=0.0))
+    sum_a = tl.zeros([BLOCK], tl.float32)
+    sum_b = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    flag = tl.zeros([BLOCK], tl.float32)
+    for seg in range(n_seg):
+        at = part_ptr + seg * rows.to(tl.int64) + row
+        shift_a = finite_max(tl.load(at, mask=live, other=0.0))
+        shift_a = tl.maximum(shift_a - top_a, LOWEST)
+        shift_b = tl.zeros([BLOCK], tl.float32)
+        at += plane
+        if SIDES == 2:
+            shift_b = finite_max(tl.load(at, mask=live, other=0.0))
+            shift_b = tl.maximum(shift_b - top_b, LOWEST)
+            at += plane
+        total = tl.load(at, mask=live, other=0.0)
+        sum_a += moved(total, shift_a, c)
+        at += plane
+        if SIDES == 2:
+            sum_b += moved(tl.load(at, mask=live, other=0.0), shift_b, c)
+            at += plane
+        if WEIGHTED:
+            w = tl.load(at, mask=live, other=0.0)
+            weighted += moved_weighted(w, total, shift_a, shift_b, c, inv_t)
+            at += plane
+        if FLAGS:
+            flag = tl.maximum(flag, tl.load(at, mask=live, other=0.0))
+    out = out_ptr + row
+    plane = rows.to(tl.int64)
+    tl.store(out, seen_max(top_a, sum_a), mask=live)
+    out += plane
+    if SIDES == 2:
+        tl.store(out, seen_max(top_b, sum_b), mask=live)
+        out += plane
+    tl.store(out, sum_a, mask=live)
+    out += plane
+    if SIDES == 2:
+        tl.store(out, sum_b, mask=live)
+        out += plane
+    if WEIGHTED:
+        tl.store(out, weighted, mask=live)
+        out += plane
+    if FLAGS:
+        tl.store(out, flag, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "n_seg"])
+def sum_segments(part_ptr, out_ptr, rows, n_seg, PLANES: tl.constexpr, BLOCK: tl.constexpr):
+    """`[planes, n_seg, N]` into `[planes, N]`, segment by segment."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    stride = rows.to(tl.int64)
+    for plane in tl.static_range(PLANES):
+        total = tl.zeros([BLOCK], tl.float32)
+        for seg in range(n_seg):
+            at = part_ptr + (plane * n_seg + seg) * stride + row
+            total += tl.load(at, mask=live, other=0.0)
+        tl.store(out_ptr + plane * stride + row, total, mask=live)

@@ -28,8 +28,12 @@ class Engine(Protocol):
     engine adds gradients up, over micro-batches and data-parallel ranks, and averages nothing.
     """
 
-    def backward(self, loss: Tensor) -> None:
-        """Add this micro-batch's gradient. A rank may call it any number of times, also never."""
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add this micro-batch's gradient. A rank may call it any number of times, also never.
+
+        Where parameters are sharded over data-parallel ranks, all of them call it equally often,
+        and say `last` before the step.
+        """
 
     def step(
         self, index: int, *, tokens: int, report: Sequence[float], own: Sequence[float]

@@ -21,11 +21,15 @@ class Slot:
     leaf: Tensor  # the local storage of `param`, or its fp32 master
     master: bool
 
-    @property
-    def sharded(self) -> bool:
-        """Whether other ranks hold other parts of the parameter."""
-        return isinstance(self.param, DTensor) and any(
-            place.is_shard() for place in self.param.placements
+    def cut_over(self, dim: str) -> bool:
+        """Whether the ranks of this mesh dimension hold different parts of the parameter."""
+        if not isinstance(self.param, DTensor):
+            return False
+        names = self.param.device_mesh.mesh_dim_names or ()
+        # not is_shard: a dimension that is cut twice is a strided shard for one of its cuts
+        return any(
+            name == dim and not place.is_replicate()
+            for name, place in zip(names, self.param.placements, strict=True)
         )
 
 

@@ -5,9 +5,12 @@ parameter's local storage itself, or an fp32 master copy of it when the paramete
 Optimizers here are element-wise, so local shards and replicas update exactly as the dense
 parameter would, fused and foreach kernels work, and the step costs no DTensor dispatch.
 
+Parameters may be sharded over the data-parallel ranks (vocabtp.opsd.sharding). A slot is then a
+part of an fp32 parameter, and gradients come out of the last backward reduced.
+
 Collectives of a step, with P the parameters: one all_reduce over the data-parallel group a bucket
-of P's gradients (none with dp = 1), and one all_gather of a few numbers over the world, from which
-every rank computes the same norm and the same decision in the same order.
+of P's gradients (none with dp = 1 or sharded parameters), and one all_gather of a few numbers over
+the world, from which every rank computes the same norm and the same decision in the same order.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ from vocabtp.opsd.engine.base import StepResult
 from vocabtp.opsd.engine.schedule import Schedule
 from vocabtp.opsd.engine.slots import Slot, buckets, local_grad, local_part, make_slot, placed
 from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.sharding import announce_backward, release, sharding_of
 
 
 class TorchEngine:
     """The engine over plain PyTorch optimizers.
 
     Args:
-        module: The student; parameters may be DTensors of a one-dimensional tensor-parallel mesh.
+        module: The student; parameters may be DTensors on the dimensions `dp` and `tp`.
         config: The `training` section.
         layout: The ranks.
         total_steps: Optimizer steps of the whole run, for the schedule.
@@ -39,7 +43,7 @@ class TorchEngine:
     def __init__(
         self, module: nn.Module, config: TrainingConfig, layout: Layout, total_steps: int
     ) -> None:
-        self.layout = layout
+        self.layout, self.module = layout, module
         self.max_grad_norm = config.max_grad_norm or 0.0
         self.schedule = Schedule(
             kind=config.lr_scheduler,
@@ -54,9 +58,19 @@ class TorchEngine:
             if param.requires_grad
         ]
         self.optimizer = _optimizer(self.slots, config)
+        self.sharding = sharding_of(module)
+        # parameters that are their own masters are saved as masters too: any layout can read them
+        self._own_masters = self.sharding is not None and self.sharding.dtype != torch.float32
 
-    def backward(self, loss: Tensor) -> None:
-        """Add this micro-batch's gradient, in fp32 for parameters with a master copy."""
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add this micro-batch's gradient, in fp32 for parameters with a master copy.
+
+        Args:
+            loss: This rank's share of the loss.
+            last: Whether it is the step's last backward, for all data-parallel ranks alike. Sharded
+                gradients are reduced in it, once a step.
+        """
+        announce_backward(self.module, last=last)
         torch.autograd.backward(loss)
         for slot in self.slots:
             if slot.master and slot.param.grad is not None:
@@ -80,13 +94,14 @@ class TorchEngine:
             The outcome, equal on all ranks. The step is skipped when it has no response token or
             when its loss or gradient norm is not finite.
         """
+        release(self.module)
         for slot in self.slots:
             if not slot.master and slot.param.grad is not None:
                 slot.leaf.grad = local_grad(slot.param)
         if tokens:
             self._reduce()
-        sharded, replicated = self._squares()
-        gathered = self._gather([sharded, replicated, *report, *own])
+        squares = self._squares()
+        gathered = self._gather([*squares, *report, *own])
         norm, reports = self._agree(gathered, len(report))
         rate = self.schedule(index)
         reason = _refusal(tokens, norm, reports[:, 0])
@@ -101,11 +116,12 @@ class TorchEngine:
             grad_norm=norm if tokens else math.nan,
             learning_rate=rate,
             reports=reports,
-            ranks=gathered[:, 2 + len(report) :],
+            ranks=gathered[:, len(squares) + len(report) :],
         )
 
     def zero_grad(self) -> None:
-        """Drop what was accumulated."""
+        """Drop what was accumulated; what sharded parameters have not reduced yet stays."""
+        release(self.module)
         for slot in self.slots:
             slot.param.grad = slot.leaf.grad = None
 
@@ -127,7 +143,7 @@ class TorchEngine:
         A rank without response tokens has no gradients and adds zeros. A parameter that no rank
         has a gradient for keeps none, so that weight decay does not move it.
         """
-        if self.layout.dp == 1:
+        if self.layout.dp == 1 or self.sharding is not None:
             return
         has = [slot.leaf.grad is not None for slot in self.slots]
         counts = torch.tensor(has, dtype=torch.float32, device=self.layout.device)
@@ -153,14 +169,16 @@ class TorchEngine:
             if not count:
                 slot.leaf.grad = None
 
-    def _squares(self) -> tuple[float, float]:
-        """Sums of squares of this rank's gradients: of shards, and of what every rank holds."""
+    def _squares(self) -> list[float]:
+        """Sums of squares of this rank's gradients, by how parameters are cut: see `_CUTS`."""
         sums = []
-        for kind in (True, False):
+        for cut in _CUTS:
             grads = [
                 slot.leaf.grad
                 for slot in self.slots
-                if slot.sharded is kind and slot.leaf.grad is not None and slot.leaf.numel()
+                if slot.leaf.grad is not None
+                and slot.leaf.numel()
+                and (slot.cut_over("dp"), slot.cut_over("tp")) == cut
             ]
             norms = list(torch._foreach_norm(grads)) if grads else []
             sums.append(
@@ -168,8 +186,8 @@ class TorchEngine:
                 if norms
                 else torch.zeros((), dtype=torch.float64, device=self.layout.device)
             )
-        both: list[float] = torch.stack(sums).tolist()
-        return both[0], both[1]
+        squares: list[float] = torch.stack(sums).tolist()
+        return squares
 
     def _gather(self, numbers: Sequence[float]) -> Tensor:
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.layout.device)
@@ -182,12 +200,15 @@ class TorchEngine:
     def _agree(self, gathered: Tensor, width: int) -> tuple[float, Tensor]:
         """The gradient norm and one report for each data-parallel rank."""
         by_rank = gathered.view(self.layout.dp, self.layout.tp, -1)
-        # reduced gradients are the same on every replica: shards of replica 0, plus its replicas
-        square = float(by_rank[0, :, 0].sum() + by_rank[0, 0, 1])
+        # reduced gradients are the same wherever a parameter is not cut: rank 0 of that dimension
+        square = sum(
+            float(by_rank[: None if over_dp else 1, : None if over_tp else 1, i].sum())
+            for i, (over_dp, over_tp) in enumerate(_CUTS)
+        )
         # a replica that saw something else than replica 0 must not go on as if it had not
-        finite = bool(torch.isfinite(gathered[:, :2]).all())
+        finite = bool(torch.isfinite(gathered[:, : len(_CUTS)]).all())
         norm = math.sqrt(square) if finite and square >= 0 else math.nan
-        return norm, by_rank[:, 0, 2 : 2 + width]
+        return norm, by_rank[:, 0, len(_CUTS) : len(_CUTS) + width]
 
     def _first_bad_gradient(self) -> str:
         """Which parameter's gradient is the first that is not finite on any rank, as a clause.
@@ -209,7 +230,7 @@ class TorchEngine:
         """Optimizer state by `optimizer.<parameter>.<entry>`, placed as the parameter is."""
         out: dict[str, Tensor] = {}
         for slot in self.slots:
-            if slot.master:
+            if slot.master or self._own_masters:
                 out[f"optimizer.{slot.name}.master"] = placed(slot.param, slot.leaf)
             for key, value in self.optimizer.state.get(slot.leaf, {}).items():
                 if isinstance(value, Tensor):
@@ -240,16 +261,19 @@ class TorchEngine:
                 if (name := f"optimizer.{slot.name}.{key}") in state
             }
             master = found.pop("master", None)
-            if slot.master:
-                with torch.no_grad():
-                    source = local_part(slot.param).float() if master is None else master
-                    slot.leaf.copy_(source)
+            with torch.no_grad():
+                if master is not None:
+                    slot.leaf.copy_(master)
+                elif slot.master:
+                    slot.leaf.copy_(local_part(slot.param).float())
             self.optimizer.state.pop(slot.leaf, None)
             if found:
                 self.optimizer.state[slot.leaf] = found
 
 
 _BAD_NORM = "the gradient norm is not finite"
+# whether cut over data-parallel ranks, and over tensor-parallel ranks
+_CUTS = ((False, False), (False, True), (True, False), (True, True))
 _STATE = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 

@@ -1,0 +1,161 @@
+"""Parameters over the data-parallel ranks (FSDP2), on top of tensor parallelism.
+
+Each decoder layer is one unit, and what is left of the model (embedding, head, last norm) another.
+At rest a rank stores its part of every parameter, and optimizer and gradients know only that part.
+A unit's parameters are gathered for its forward; zero3 drops them after it and gathers them again
+for the backward, zero2 keeps them until the backward is done.
+
+A student that computes in bf16 is stored in fp32: the stored part is the master that the optimizer
+moves, and a forward sees its bf16 rounding, as it does without sharding. Gradients are summed in
+fp32. A frozen model is stored as it computes.
+
+Every gathering is a collective over the data-parallel ranks: they all have to run equally many
+forwards and backwards, also those without a row to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from vocabtp.opsd.errors import ModelError
+
+_HALF = (torch.bfloat16, torch.float16)
+_KEY = "vocabtp_sharding"
+
+
+@dataclass(slots=True, kw_only=True)
+class Sharding:
+    """What is special about a module whose parameters are sharded over data-parallel ranks.
+
+    Attributes:
+        dtype: That the module computes in.
+        free: Whether a layer's parameters are dropped between its forward and its backward.
+        held: Whether all parameters are whole now, until `gathered` ends.
+    """
+
+    dtype: torch.dtype
+    free: bool
+    held: bool = False
+
+
+def sharding_of(module: nn.Module) -> Sharding | None:
+    """How this module is sharded over data-parallel ranks; None if it is not."""
+    found: Sharding | None = getattr(module, _KEY, None)
+    return found
+
+
+def shard_module(module: Any, mesh: DeviceMesh, *, free: bool, name: str) -> None:
+    """Leave each rank its part of every parameter, on the device of the mesh.
+
+    Args:
+        module: A Hugging Face causal LM, cut over tensor-parallel ranks already if it is to be.
+        mesh: The one-dimensional mesh of the data-parallel ranks, two or more.
+        free: zero3; otherwise zero2.
+        name: What errors call the model.
+
+    Raises:
+        ModelError: Its parameters are of more than one dtype.
+    """
+    parameters = list(module.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    if len(dtypes) > 1:
+        raise ModelError(
+            f"{name}: its weights are of several dtypes ({', '.join(dtypes)}), which cannot be "
+            "sharded together: set parallel.shard to none"
+        )
+    dtype = parameters[0].dtype
+    widen = dtype in _HALF and any(p.requires_grad for p in parameters)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if widen else None,
+        reduce_dtype=torch.float32,
+        # activations are left to the model, as without sharding
+        cast_forward_inputs=False,
+    )
+    for unit in [*_layers(module), module]:
+        if widen:
+            _widen(unit)
+        # the root's parameters serve the end of the forward and the start of the backward
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=free and unit is not module, mp_policy=policy
+        )
+    for unit in _units(module):
+        # a sum: losses are divided by the tokens of all ranks. gloo knows no scaled reduction
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    setattr(module, _KEY, Sharding(dtype=dtype, free=free))
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Hold all parameters whole for a block, so that forwards in it need no other copy.
+
+    Data-parallel ranks may run differently many forwards in it, also none. All of them enter it.
+    Nothing to do for a module that is not sharded, or that is held whole already.
+    """
+    sharding = sharding_of(module)
+    if sharding is None or sharding.held:
+        yield
+        return
+    sharding.held = True
+    units = _units(module)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        sharding.held = False
+        for i, unit in enumerate(units):
+            unit.set_reshard_after_forward(sharding.free and i > 0, recurse=False)
+            unit.reshard()
+
+
+def release(module: nn.Module) -> None:
+    """Drop whole parameters that a forward without a backward has left; sends nothing."""
+    sharding = sharding_of(module)
+    if sharding is not None and not sharding.held:
+        for unit in _units(module):
+            unit.reshard()
+
+
+def announce_backward(module: nn.Module, *, last: bool) -> None:
+    """Say whether the next backward is the step's last one, which alone reduces gradients."""
+    sharding = sharding_of(module)
+    if sharding is None:
+        return
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(last)
+    module.set_is_last_backward(last)
+    # zero2 gathers once a step for all of its forwards and backwards
+    module.set_reshard_after_backward(last or sharding.free)
+
+
+def _units(module: nn.Module) -> list[FSDPModule]:
+    """The root, then the layers."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _layers(module: Any) -> list[nn.Module]:
+    """The decoder layers, by the class names that the model library never splits."""
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    return [part for part in module.modules() if type(part).__name__ in names]
+
+
+def _widen(module: nn.Module) -> None:
+    """Make parameters fp32, the tied ones once and still tied; buffers stay as they are."""
+    wide: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.dtype not in _HALF:
+                continue
+            if parameter not in wide:
+                wide[parameter] = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+            part.register_parameter(key, wide[parameter])
