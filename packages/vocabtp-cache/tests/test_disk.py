@@ -291,8 +291,33 @@ KILLED = """
     from vocabtp.dist import VocabShard
 
     torch.set_num_threads(1)
-    teacher._SAVE_BYTES = 40
+    teacher._SAVE_BYTES = 90
     before, root = sys.argv[1:]
+
+    class Halves:
+        # a file of which every write can be cut in two
+
+        def __init__(self, path, mode):
+            self.file = open(path, mode)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def write(self, data):
+            half = len(data) // 2
+            self.file.write(data[:half])
+            self.file.flush()
+            self.cut()
+            self.file.write(data[half:])
+
+        def cut(self):
+            pass
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
 
     def killed_at(point):
         seen = 0
@@ -304,8 +329,9 @@ KILLED = """
                     os.kill(os.getpid(), signal.SIGKILL)
                 return call(*args, **kwargs)
             return wrapper
-        # between writes (raw), before and after what makes them last and names them
-        _files.raw = counted(_files.raw)
+        # inside each write, before and after what makes them last and names them
+        Halves.cut = counted(Halves.cut)
+        _files.open = Halves
         for name in ("fsync", "replace", "close"):
             setattr(os, name, counted(getattr(os, name)))
         logits = torch.arange(66.0).view(6, 11) + 1
@@ -337,7 +363,7 @@ def test_a_save_that_is_killed_leaves_nothing_half(tmp_path):
     TeacherLogitCache.store(later[:, :4], first, torch.float32).save(before, entry=1)
     script = [sys.executable, "-c", textwrap.dedent(KILLED), str(before), str(root)]
     points = int(subprocess.run(script, check=True, capture_output=True, timeout=120).stdout)
-    assert points > 10
+    assert points > 11
     complete = 0
     for point in range(1, points + 1):
         folder = root / str(point)

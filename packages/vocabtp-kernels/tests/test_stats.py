@@ -14,10 +14,10 @@ F32 = torch.float32
 
 
 def stats_of(kind, s, t):
-    if kind == "kl":
-        return _eager.kl_stats(as_rows(s), as_rows(t), F32, 1.3)
-    if kind == "pair":
-        return _eager.pair_stats(as_rows(s), as_rows(t), F32, 1.3)
+    if kind in ("kl", "pair"):
+        stats = _eager.kl_stats if kind == "kl" else _eager.pair_stats
+        parts = stats(as_rows(s), as_rows(t), F32, 1.3, merged=True)
+        return _stats.ShardStats(*(part[0] for part in parts))
     none = torch.empty(s.shape[0], 0, dtype=torch.int64)
     bounds = Bounds(-100, 0, s.shape[1])
     shard = _eager.token_stats(
@@ -104,12 +104,25 @@ def test_sums_are_added_in_rank_order():
     assert _stats.in_rank_order(parts.flip(0)).item() == 2.0**24 + 2
 
 
+class Twice:
+    """Two ranks that hold the same."""
+
+    def gather(self, x):
+        return torch.stack([x, x])
+
+    def sum(self, x):
+        return x
+
+
 def test_gather_keeps_the_parts_apart():
     stats = _stats.ShardStats(
-        torch.full((2, 3), 1.0), torch.full((3, 3), 2.0), torch.full((1, 3), 3.0)
+        torch.full((1, 2, 3), 1.0), torch.full((1, 3, 3), 2.0), torch.full((1, 1, 3), 3.0)
     )
-    gathered = _stats.gather(stats, LOCAL)
-    assert [tuple(part.shape) for part in gathered] == [(1, 2, 3), (1, 3, 3), (1, 1, 3)]
+    gathered = _stats.gather(stats, Twice())
+    assert [tuple(part.shape) for part in gathered] == [(2, 2, 3), (2, 3, 3), (2, 1, 3)]
     for one, other in zip(gathered, stats, strict=True):
-        assert torch.equal(one[0], other)
+        assert all(torch.equal(part, other[0]) for part in one)
+    # a single rank may have several parts of its own
+    parts = _stats.ShardStats(*(torch.cat([part, part]) for part in stats))
+    assert _stats.gather(parts, LOCAL) is parts
     assert repr(LOCAL) == "LOCAL"

@@ -83,14 +83,19 @@ class Implementation(Protocol):
         """
         ...
 
-    def kl_stats(self, a: Rows, b: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
-        """`(m_a, m_b; S_a, S_b, W; A supports what B masks)`."""
+    def kl_stats(
+        self, a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, merged: bool
+    ) -> ShardStats:
+        """`(m_a, m_b; S_a, S_b, W; A supports what B masks)` `[P, *, N]` of P parts of each row.
+
+        `merged` asks for one part.
+        """
         ...
 
     def kl_terms(
-        self, a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float
+        self, a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float, *, merged: bool
     ) -> Tensor:
-        """`[3, N]`: sums of the clipped terms t, of a f and of w a."""
+        """`[P, 3, N]`: sums of the clipped terms t, of a f and of w a."""
         ...
 
     def kl_grad(
@@ -109,8 +114,10 @@ class Implementation(Protocol):
         """`upstream` `[N]` times `factor` times `a (d - W / S_a)` and `b - a`, or clipped."""
         ...
 
-    def pair_stats(self, p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
-        """`(m_p, m_q; S_p, S_q)`."""
+    def pair_stats(
+        self, p: Rows, q: Rows, dtype: torch.dtype, temperature: float, *, merged: bool
+    ) -> ShardStats:
+        """`(m_p, m_q; S_p, S_q)` `[P, *, N]`."""
         ...
 
     def jsd_terms(
@@ -121,8 +128,10 @@ class Implementation(Protocol):
         temperature: float,
         beta: float,
         clip: float | None,
+        *,
+        merged: bool,
     ) -> Tensor:
-        """`[3, N]`: sums of the terms t, of w p log(p/m) and of w q log(q/m)."""
+        """`[P, 3, N]`: sums of the terms t, of w p log(p/m) and of w q log(q/m)."""
         ...
 
     def jsd_grad(
@@ -142,11 +151,15 @@ class Implementation(Protocol):
         """The same times `(1 - beta) p (w log(p/m) - E_p)` and `beta q (w log(q/m) - E_q)`."""
         ...
 
-    def finish_kl(self, stats: ShardStats) -> Tensor:
+    def merge_pair(self, parts: ShardStats, temperature: float) -> ShardStats:
         """As in `_stats`."""
         ...
 
-    def finish_terms(self, terms: Tensor, stats: ShardStats, scale: float) -> Tensor:
+    def finish_kl(self, parts: ShardStats, temperature: float) -> tuple[Tensor, ShardStats]:
+        """As in `_stats`."""
+        ...
+
+    def finish_terms(self, parts: Tensor, stats: ShardStats, scale: float) -> tuple[Tensor, Tensor]:
         """As in `_stats`."""
         ...
 

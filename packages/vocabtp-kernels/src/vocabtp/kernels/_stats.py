@@ -52,22 +52,21 @@ class TokenValues(NamedTuple):
     stats: Tensor  # [2 or 3, N]: m, S and W of the whole vocabulary
 
 
-def gather(stats: ShardStats, exchange: Exchange) -> ShardStats:
-    """All ranks' statistics, `[R, *, N]` each, by one exchange."""
-    sizes = [part.shape[0] for part in stats]
-    return ShardStats(*torch.split(exchange.gather(torch.cat(stats)), sizes, dim=1))
+def gather(parts: ShardStats, exchange: Exchange) -> ShardStats:
+    """All ranks' statistics `[R, *, N]`, by one exchange; a single rank keeps its parts.
 
-
-def exchanged(
-    stats: ShardStats,
-    exchange: Exchange,
-    merge: Callable[[ShardStats, float], ShardStats],
-    temperature: float,
-) -> ShardStats:
-    """Statistics of the whole vocabulary; what a rank knows is that already where it is alone."""
+    Ranks hand in one part each, `[1, *, N]`.
+    """
     if exchange is LOCAL:
-        return stats
-    return merge(gather(stats, exchange), temperature)
+        return parts
+    sizes = [part.shape[1] for part in parts]
+    together = exchange.gather(torch.cat([part[0] for part in parts]))
+    return ShardStats(*torch.split(together, sizes, dim=1))
+
+
+def gather_terms(parts: Tensor, exchange: Exchange) -> Tensor:
+    """The same of sums, `[1, *, N]` to `[R, *, N]`."""
+    return parts if exchange is LOCAL else exchange.gather(parts[0])
 
 
 def in_rank_order(parts: Tensor) -> Tensor:
@@ -140,16 +139,34 @@ def log_ratio(stats: ShardStats) -> Tensor:
     return (stats.sums[1] / stats.sums[0]).log()
 
 
-def finish_kl(stats: ShardStats) -> Tensor:
-    """KL(A || B) = W / S_a + log(S_b / S_a) `[N]`, +inf outside B's support, NaN before that."""
+def merge_pair(parts: ShardStats, temperature: float) -> ShardStats:
+    """`(m_p, m_q; S_p, S_q)` of whole rows from `[P, *, N]`."""
+    return _merge(merge_softmax, parts, temperature)
+
+
+def finish_kl(parts: ShardStats, temperature: float) -> tuple[Tensor, ShardStats]:
+    """KL(A || B) = W / S_a + log(S_b / S_a) `[N]`, +inf outside B's support, NaN before that.
+
+    From `[P, *, N]`; also returns the statistics of whole rows.
+    """
+    stats = _merge(merge_kl, parts, temperature)
     values = stats.sums[2] / stats.sums[0] + log_ratio(stats)
     values = values.masked_fill(stats.flags[0] != 0, INF)
-    return or_nan(values, stats)
+    return or_nan(values, stats), stats
 
 
-def finish_terms(terms: Tensor, stats: ShardStats, scale: float) -> Tensor:
-    """The first row of `terms` times `scale` `[N]`, NaN where a side does not exist."""
-    return or_nan(terms[0] * scale, stats)
+def _merge(
+    how: Callable[[ShardStats, float], ShardStats], parts: ShardStats, temperature: float
+) -> ShardStats:
+    if parts.maxes.shape[0] == 1:
+        return ShardStats(*(part[0] for part in parts))
+    return how(parts, temperature)
+
+
+def finish_terms(parts: Tensor, stats: ShardStats, scale: float) -> tuple[Tensor, Tensor]:
+    """The first of `[P, 3, N]` times `scale` `[N]`, NaN where a side does not exist; all three."""
+    terms = in_rank_order(parts)
+    return or_nan(terms[0] * scale, stats), terms
 
 
 def pair_scale(upstream: Tensor, stats: ShardStats, factor: float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vocabtp.kernels import _stats
 from vocabtp.kernels._autograd.function import Ctx, once, plain
+from vocabtp.kernels._exchange import LOCAL
 from vocabtp.kernels._rows import as_rows
 from vocabtp.kernels._spec import PairSpec
 from vocabtp.kernels._stats import ShardStats
@@ -35,13 +36,16 @@ def kl_forward(a: Tensor, b: Tensor, spec: PairSpec) -> tuple[Tensor, list[Tenso
     with plain(a.device):
         rows_a, rows_b = as_rows(a), as_rows(b)
         impl, temperature = spec.implementation, spec.temperature
-        local = impl.kl_stats(rows_a, rows_b, spec.dtype(a, b), temperature)
-        stats = _stats.exchanged(local, spec.exchange, _stats.merge_kl, temperature)
+        # one part a rank crosses the wire
+        merged = spec.exchange is not LOCAL
+        parts = impl.kl_stats(rows_a, rows_b, spec.dtype(a, b), temperature, merged=merged)
+        values, stats = impl.finish_kl(_stats.gather(parts, spec.exchange), temperature)
         if spec.clip is None:
-            return impl.finish_kl(stats), [*stats]
-        terms = impl.kl_terms(rows_a, rows_b, stats, temperature, spec.clip)
-        terms = _stats.in_rank_order(spec.exchange.gather(terms))
-        return impl.finish_terms(terms, stats, 1.0), [*stats, terms]
+            return values, [*stats]
+        terms = impl.kl_terms(rows_a, rows_b, stats, temperature, spec.clip, merged=merged)
+        terms = _stats.gather_terms(terms, spec.exchange)
+        values, terms = impl.finish_terms(terms, stats, 1.0)
+        return values, [*stats, terms]
 
 
 def kl_backward(
@@ -77,11 +81,13 @@ def jsd_forward(student: Tensor, teacher: Tensor, spec: PairSpec) -> tuple[Tenso
     with plain(student.device):
         p, q = as_rows(student), as_rows(teacher)
         impl, temperature = spec.implementation, spec.temperature
-        local = impl.pair_stats(p, q, spec.dtype(student, teacher), temperature)
-        stats = _stats.exchanged(local, spec.exchange, _stats.merge_softmax, temperature)
-        terms = impl.jsd_terms(p, q, stats, temperature, spec.beta, spec.clip)
-        terms = _stats.in_rank_order(spec.exchange.gather(terms))
-        return impl.finish_terms(terms, stats, spec.scale), [*stats, terms]
+        merged = spec.exchange is not LOCAL
+        parts = impl.pair_stats(p, q, spec.dtype(student, teacher), temperature, merged=merged)
+        stats = impl.merge_pair(_stats.gather(parts, spec.exchange), temperature)
+        terms = impl.jsd_terms(p, q, stats, temperature, spec.beta, spec.clip, merged=merged)
+        terms = _stats.gather_terms(terms, spec.exchange)
+        values, terms = impl.finish_terms(terms, stats, spec.scale)
+        return values, [*stats, terms]
 
 
 def jsd_backward(

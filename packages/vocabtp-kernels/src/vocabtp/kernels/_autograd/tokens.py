@@ -12,7 +12,7 @@ from vocabtp.kernels._autograd.function import Ctx, once, plain
 from vocabtp.kernels._exchange import LOCAL
 from vocabtp.kernels._rows import as_rows
 from vocabtp.kernels._spec import TokenSpec
-from vocabtp.kernels._stats import ShardStats, TokenValues
+from vocabtp.kernels._stats import TokenValues
 
 
 class Saved(NamedTuple):
@@ -47,8 +47,7 @@ def forward(
             merged=not alone,
             watch=watch if alone else None,
         )
-        if not alone:
-            stats = _stats.gather(ShardStats(*(part[0] for part in stats)), spec.exchange)
+        stats = _stats.gather(stats, spec.exchange)
         if report is not None:
             if watch is None:
                 _ids.report_now(stats.flags[:, 0], report)

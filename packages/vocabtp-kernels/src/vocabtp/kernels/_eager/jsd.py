@@ -22,8 +22,10 @@ _SERIES = {torch.float32: 2.0**-5, torch.float64: 2.0**-10}
 _BUFFERS = 16
 
 
-def pair_stats(p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
-    """The first read: `(m_p, m_q; S_p, S_q)`."""
+def pair_stats(
+    p: Rows, q: Rows, dtype: torch.dtype, temperature: float, *, merged: bool
+) -> ShardStats:
+    """The first read: `(m_p, m_q; S_p, S_q)` `[1, *, N]`."""
     maxes = torch.empty(2, p.num_rows, dtype=dtype, device=p.device)
     sums = torch.empty_like(maxes)
     for side, logits in enumerate((p, q)):
@@ -32,13 +34,20 @@ def pair_stats(p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> Shar
             maxes[side, start:stop] = tiles.row_max(u)
             tiles.centre_(u, maxes[side, start:stop], temperature)
             sums[side, start:stop] = tiles.row_sum(u.exp_())
-    return ShardStats(maxes, sums, maxes.new_zeros(0, p.num_rows))
+    return ShardStats(maxes[None], sums[None], maxes.new_zeros(1, 0, p.num_rows))
 
 
 def jsd_terms(
-    p: Rows, q: Rows, stats: ShardStats, temperature: float, beta: float, clip: float | None
+    p: Rows,
+    q: Rows,
+    stats: ShardStats,
+    temperature: float,
+    beta: float,
+    clip: float | None,
+    *,
+    merged: bool,
 ) -> Tensor:
-    """The second read: `[3, N]` sums of t (capped), w p log(p/m) and w q log(q/m)."""
+    """The second read: `[1, 3, N]` sums of t (capped), w p log(p/m) and w q log(q/m)."""
     terms = torch.empty(3, p.num_rows, dtype=stats.sums.dtype, device=p.device)
     for start, stop in tiles.chunks(p, stats.sums.dtype, _BUFFERS):
         p_p, p_q, log_p, log_q, term = _terms(
@@ -52,7 +61,7 @@ def jsd_terms(
         terms[0, start:stop] = tiles.row_sum(term)
         terms[1, start:stop] = tiles.row_sum(log_p.mul_(p_p))
         terms[2, start:stop] = tiles.row_sum(log_q.mul_(p_q))
-    return terms
+    return terms[None]
 
 
 def jsd_grad(

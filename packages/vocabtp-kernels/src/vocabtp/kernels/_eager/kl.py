@@ -15,8 +15,10 @@ from vocabtp.kernels._rows import Rows
 from vocabtp.kernels._stats import INF, ShardStats, log_ratio, pair_scale
 
 
-def kl_stats(a: Rows, b: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
-    """One read of each side: `(m_a, m_b; S_a, S_b, W; A supports what B masks)`."""
+def kl_stats(
+    a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, merged: bool
+) -> ShardStats:
+    """One read of each side: `(m_a, m_b; S_a, S_b, W; A supports what B masks)` `[1, *, N]`."""
     rows = a.num_rows
     maxes = torch.empty(2, rows, dtype=dtype, device=a.device)
     sums = torch.empty(3, rows, dtype=dtype, device=a.device)
@@ -37,11 +39,13 @@ def kl_stats(a: Rows, b: Rows, dtype: torch.dtype, temperature: float) -> ShardS
         sums[2, here] = tiles.row_sum(d)
         sums[0, here] = tiles.row_sum(exps)
         sums[1, here] = tiles.row_sum(u_b.exp_())
-    return ShardStats(maxes, sums, flags)
+    return ShardStats(maxes[None], sums[None], flags[None])
 
 
-def kl_terms(a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float) -> Tensor:
-    """The second read that a clip costs: `[3, N]` sums of t, a f and w a over this shard."""
+def kl_terms(
+    a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float, *, merged: bool
+) -> Tensor:
+    """The second read that a clip costs: `[1, 3, N]` sums of t, a f and w a over this shard."""
     terms = torch.zeros(3, a.num_rows, dtype=stats.sums.dtype, device=a.device)
     for start, stop in tiles.chunks(a, stats.sums.dtype, buffers=10):
         sides = _sides(a, b, stats.rows(start, stop), start, stop, temperature)
@@ -52,7 +56,7 @@ def kl_terms(a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: floa
         terms[2, start:stop] = tiles.row_sum(p_a.clone())
         ratio.masked_fill_(~below, 0.0).add_(1.0)
         terms[1, start:stop] = tiles.row_sum(ratio.mul_(p_a))
-    return terms
+    return terms[None]
 
 
 def kl_grad(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vocabtp.kernels import _eager
 from vocabtp.kernels._stats import ShardStats
-from vocabtp.kernels._triton import finish, jsd, kl, launch, tokens
+from vocabtp.kernels._triton import jsd, kl, launch, merge, tokens
 
 if TYPE_CHECKING:
     from vocabtp.kernels._backend import Implementation
@@ -24,8 +24,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "pair_stats": jsd.pair_stats,
     "jsd_terms": jsd.jsd_terms,
     "jsd_grad": jsd.jsd_grad,
-    "finish_kl": finish.finish_kl,
-    "finish_terms": finish.finish_terms,
+    "merge_pair": merge.merge_pair,
+    "finish_kl": merge.finish_kl,
+    "finish_terms": merge.finish_terms,
 }
 _broken: set[str] = set()  # names of devices
 

@@ -16,7 +16,7 @@ from vocabtp.kernels._triton import launch
 from vocabtp.kernels._triton.jsd_grad_kernels import jsd_grad_kernel
 from vocabtp.kernels._triton.jsd_kernels import jsd_terms_kernel
 from vocabtp.kernels._triton.kl import two_sides
-from vocabtp.kernels._triton.merge import add_segments
+from vocabtp.kernels._triton.merge import added
 from vocabtp.kernels._triton.mixture import series
 
 _LOG2E = 1.4426950408889634
@@ -25,21 +25,29 @@ _ENDS = (0.05, 0.95)
 _EXACT_TILE = 256
 
 
-def pair_stats(p: Rows, q: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
-    """The first read: `(m_p, m_q; S_p, S_q)`."""
-    return two_sides(p, q, dtype, temperature, kl=False)
+def pair_stats(
+    p: Rows, q: Rows, dtype: torch.dtype, temperature: float, *, merged: bool
+) -> ShardStats:
+    """The first read: `(m_p, m_q; S_p, S_q)` `[P, *, N]`."""
+    return two_sides(p, q, dtype, temperature, kl=False, merged=merged)
 
 
 def jsd_terms(
-    p: Rows, q: Rows, stats: ShardStats, temperature: float, beta: float, clip: float | None
+    p: Rows,
+    q: Rows,
+    stats: ShardStats,
+    temperature: float,
+    beta: float,
+    clip: float | None,
+    *,
+    merged: bool,
 ) -> Tensor:
-    """The second read: `[3, N]` sums of t (capped), w p log(p/m) and w q log(q/m)."""
+    """The second read: `[P, 3, N]` sums of t (capped), w p log(p/m) and w q log(q/m)."""
     rows, cols, device = p.num_rows, p.num_cols, p.device
-    out = stats.sums.new_empty(3, rows)
-    if rows == 0 or cols == 0:
-        return out.fill_(0.0)
     cut = launch.segments(cols)
-    part = launch.partials(out, cut)
+    part = stats.sums.new_empty(3, cut.number, rows)
+    if rows == 0 or cols == 0:
+        return part.fill_(0.0).transpose(0, 1)
     launch.run(
         jsd_terms_kernel,
         rows * cut.number,
@@ -64,7 +72,7 @@ def jsd_terms(
         EXACT_TILE=_EXACT_TILE,
         **launch.TERMS,
     )
-    return add_segments(part, out)
+    return added(part.transpose(0, 1), merged=merged)
 
 
 def _scalars(temperature: float, beta: float, clip: float | None) -> tuple[float, ...]:

@@ -15,22 +15,24 @@ from vocabtp.kernels._stats import ShardStats
 from vocabtp.kernels._triton import launch
 from vocabtp.kernels._triton.kl_grad_kernels import kl_grad_kernel
 from vocabtp.kernels._triton.kl_kernels import kl_terms_kernel, pair_stats_kernel
-from vocabtp.kernels._triton.merge import add_segments, merge_stats
+from vocabtp.kernels._triton.merge import added, segments
 
 _LOG2E = 1.4426950408889634
 
 
-def two_sides(a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, kl: bool) -> ShardStats:
-    """Statistics of two sides, those of KL or maxima and sums alone."""
+def two_sides(
+    a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, kl: bool, merged: bool
+) -> ShardStats:
+    """Statistics `[P, *, N]` of two sides, those of KL or maxima and sums alone."""
     rows, cols, device = a.num_rows, a.num_cols, a.device
-    out = torch.empty(6 if kl else 4, rows, dtype=dtype, device=device)
-    stats = ShardStats(out[:2], out[2:5], out[5:])
-    if rows == 0 or cols == 0:
-        out[:2].fill_(-float("inf"))
-        out[2:].fill_(0.0)
-        return stats
     cut = launch.segments(cols)
-    part = launch.partials(out, cut)
+    part = torch.empty(6 if kl else 4, cut.number, rows, dtype=dtype, device=device)
+    planes = part.transpose(0, 1)
+    stats = ShardStats(planes[:, :2], planes[:, 2:5], planes[:, 5:])
+    if rows == 0 or cols == 0:
+        part[:2].fill_(-float("inf"))
+        part[2:].fill_(0.0)
+        return stats
     c, inv_t = _LOG2E / temperature, 1.0 / temperature
     launch.run(
         pair_stats_kernel,
@@ -52,23 +54,25 @@ def two_sides(a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, kl: b
         **launch.alignment(a, b),
         **launch.READ,
     )
-    merge_stats(part, out, c, inv_t, sides=2, weighted=kl, flags=kl)
-    return stats
+    return segments(stats, temperature, sides=2, weighted=kl, merged=merged)
 
 
-def kl_stats(a: Rows, b: Rows, dtype: torch.dtype, temperature: float) -> ShardStats:
-    """One read of each side: `(m_a, m_b; S_a, S_b, W; A supports what B masks)`."""
-    return two_sides(a, b, dtype, temperature, kl=True)
+def kl_stats(
+    a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, merged: bool
+) -> ShardStats:
+    """One read of each side: `(m_a, m_b; S_a, S_b, W; A supports what B masks)` `[P, *, N]`."""
+    return two_sides(a, b, dtype, temperature, kl=True, merged=merged)
 
 
-def kl_terms(a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float) -> Tensor:
-    """The second read that a clip costs: `[3, N]` sums of t, a f and w a over this shard."""
+def kl_terms(
+    a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: float, *, merged: bool
+) -> Tensor:
+    """The second read that a clip costs: `[P, 3, N]` sums of t, a f and w a over this shard."""
     rows, cols, device = a.num_rows, a.num_cols, a.device
-    out = stats.sums.new_empty(3, rows)
-    if rows == 0 or cols == 0:
-        return out.fill_(0.0)
     cut = launch.segments(cols)
-    part = launch.partials(out, cut)
+    part = stats.sums.new_empty(3, cut.number, rows)
+    if rows == 0 or cols == 0:
+        return part.fill_(0.0).transpose(0, 1)
     launch.run(
         kl_terms_kernel,
         rows * cut.number,
@@ -91,7 +95,7 @@ def kl_terms(a: Rows, b: Rows, stats: ShardStats, temperature: float, clip: floa
         **launch.alignment(a, b),
         **launch.TERMS,
     )
-    return add_segments(part, out)
+    return added(part.transpose(0, 1), merged=merged)
 
 
 def kl_grad(

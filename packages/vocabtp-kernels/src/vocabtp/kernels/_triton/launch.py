@@ -188,10 +188,3 @@ def run(kernel: Any, programs: int, device: torch.device, *args: object, **optio
 def _of_compiler(error: Exception) -> bool:
     # the passes after Triton's own front end fail as RuntimeError
     return isinstance(error, TritonError | NotImplementedError) or "PassManager" in str(error)
-
-
-def partials(out: Tensor, cut: Segments) -> Tensor:
-    """Where segments put their statistics `[planes, segments, N]`; `out` itself for one segment."""
-    if cut.number == 1:
-        return out
-    return out.new_empty(out.shape[0], cut.number, out.shape[1])

@@ -15,7 +15,7 @@ from vocabtp.kernels._rows import Rows
 from vocabtp.kernels._stats import ShardStats, TokenShard, TokenValues
 from vocabtp.kernels._triton import launch
 from vocabtp.kernels._triton.ids_kernels import finish_tokens_kernel, resolve_kernel, weights_kernel
-from vocabtp.kernels._triton.merge import merge_stats
+from vocabtp.kernels._triton.merge import segments
 from vocabtp.kernels._triton.tokens_kernels import token_grad_kernel, token_stats_kernel
 
 _LOG2E = 1.4426950408889634
@@ -48,15 +48,13 @@ def token_stats(
     rows, cols, device = logits.num_rows, logits.num_cols, logits.device
     number = columns.shape[1]
     chosen = torch.empty(columns.shape, dtype=dtype, device=device)
-    out = torch.empty(3 if entropy else 2, rows, dtype=dtype, device=device)
-    part = out
+    cut = launch.segments(cols)
+    part = torch.empty(3 if entropy else 2, cut.number, rows, dtype=dtype, device=device)
     if rows == 0 or cols == 0:
-        out[:1].fill_(-float("inf"))
-        out[1:].fill_(0.0)
+        part[:1].fill_(-float("inf"))
+        part[1:].fill_(0.0)
         chosen.fill_(0.0)
     else:
-        cut = launch.segments(cols)
-        part = launch.partials(out, cut)
         c, inv_t = _LOG2E / temperature, 1.0 / temperature
         launch.run(
             token_stats_kernel,
@@ -80,11 +78,10 @@ def token_stats(
             TILE=launch.TILE,
             **launch.READ,
         )
-        if merged:
-            merge_stats(part, out, c, inv_t, sides=1, weighted=entropy, flags=False)
-            part = out
-    parts = (part if part.dim() == 3 else part[:, None]).transpose(0, 1)
-    return TokenShard(ShardStats(parts[:, :1], parts[:, 1:], codes), columns, chosen)
+    planes = part.transpose(0, 1)
+    parts = ShardStats(planes[:, :1], planes[:, 1:], planes[:, :0])
+    parts = segments(parts, temperature, sides=1, weighted=entropy, merged=merged)
+    return TokenShard(parts._replace(flags=codes), columns, chosen)
 
 
 def _resolve(
