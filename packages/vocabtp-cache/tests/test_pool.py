@@ -270,3 +270,28 @@ def test_limits_are_ints():
             PinnedPool(limit=wrong)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         PinnedPool(limit=-1)
+
+
+def test_a_pool_that_grew_in_inference_mode_serves_outside_it():
+    """And the other way round, with chunks that autograd may keep."""
+    pool = PinnedPool()
+    logits = torch.randn(30, 40)
+    weight = torch.ones(40, requires_grad=True)
+    for mode in (torch.inference_mode, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            cache = TeacherLogitCache.store(logits + 0, dtype=torch.float32, pool=pool)
+        chunk = cache.fetch(0, 30)
+        (chunk * weight).sum().backward()
+        assert torch.equal(chunk, logits)
+        cache.free()
+    torch.testing.assert_close(weight.grad, 4 * logits.sum(0))
+
+
+def test_host_memory_is_on_the_host_whatever_the_default_device(tmp_path):
+    logits = torch.randn(30, 40)
+    with torch.device("meta"):
+        for pool in (None, PinnedPool()):
+            cache = TeacherLogitCache.store(logits, dtype=torch.float32, pool=pool)
+            assert torch.equal(cache.fetch(3, 30), logits[3:])
+        cache.save(tmp_path)
+        assert torch.equal(TeacherLogitCache.open(tmp_path).fetch(3, 30), logits[3:])

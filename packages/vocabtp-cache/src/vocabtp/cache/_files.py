@@ -133,7 +133,7 @@ def map_rows(
         raise ValueError(f"{path} was altered: its SHA-256 is not the one that its index names")
     count = (size - len(expected)) // dtype.itemsize
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=len(expected)).view(shape)
 
 

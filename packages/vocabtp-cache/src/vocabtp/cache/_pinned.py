@@ -38,7 +38,7 @@ class HostRows:
         self._width, self._dtype = width, dtype
         self.nbytes = rows * width * dtype.itemsize
         if pool is None:
-            self._parts.append(torch.empty(rows * width, dtype=dtype))
+            self._parts.append(torch.empty(rows * width, dtype=dtype, device="cpu"))
             return
         self._segments = pool.lend(self.nbytes)
         self._parts = [pool.view(segment).view(dtype) for segment in self._segments]

@@ -209,20 +209,22 @@ class PinnedPool:
             size -= block
 
     def _allocate(self, nbytes: int) -> Tensor:
-        if self._pinned:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                self._pinned = False
-                warnings.warn(
-                    f"PinnedPool: {nbytes} more bytes could not be page-locked, with "
-                    f"{self._held()} held ({error}); going on with pageable memory, whose copies "
-                    "are slower and wait. Raise the limit of locked memory (ulimit -l) or the "
-                    "container's memory",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return torch.empty(nbytes, dtype=torch.uint8)
+        # a tensor of inference mode could not be written outside it, and a block outlives the mode
+        with torch.inference_mode(False):
+            if self._pinned:
+                try:
+                    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                except RuntimeError as error:
+                    self._pinned = False
+                    warnings.warn(
+                        f"PinnedPool: {nbytes} more bytes could not be page-locked, with "
+                        f"{self._held()} held ({error}); going on with pageable memory, whose "
+                        "copies are slower and wait. Raise the limit of locked memory (ulimit -l) "
+                        "or the container's memory",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 _default: PinnedPool | None = None

@@ -447,7 +447,7 @@ class TeacherLogitCache:
         width = self._shape[-1]
         rows = self._shape[:-1].numel() if width else 0
         step = max(1, min(rows, _SAVE_BYTES // max(1, width * self._dtype.itemsize)))
-        room = torch.empty(step, width, dtype=self._dtype)
+        room = torch.empty(step, width, dtype=self._dtype, device="cpu")
         for start in range(0, rows, step):
             piece = room[: min(step, rows - start)]
             host.read(start, piece)
