@@ -50,9 +50,33 @@ if os.environ.get("RANK") == "1":
 
     TeacherLogitCache.store = classmethod(broken)
 """
+# rank 1 is killed in its third call of something that belongs to one phase
+KILLED_IN = """
+import os, signal
+if os.environ.get("RANK") == "1":
+    import vocabtp.opsd.step as step
+    from vocabtp.opsd.engine import TorchEngine
+    from vocabtp.opsd.teacher import Teacher
+    owner, name = {place}
+    calls, call = [], getattr(owner, name)
+
+    def killed(*args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+
+    setattr(owner, name, killed)
+"""
+PLACES = {
+    "rollout": 'step, "generate"',
+    "teacher": 'Teacher, "score"',
+    "student": 'TorchEngine, "backward"',
+    "update": 'TorchEngine, "step"',
+}
 
 
-def start(path, *overrides, fault="", folder=None):
+def start(path, *overrides, fault="", folder=None, launcher=("-m",)):
     """The train command in a process group of its own, as a shell starts it."""
     environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     source = [str(Path(__file__).parents[1] / f"packages/vocabtp-{p}/src") for p in LAYERS]
@@ -61,7 +85,7 @@ def start(path, *overrides, fault="", folder=None):
         source = [str(folder), *source]
     # an installed wheel needs no path; a source tree does
     environ["PYTHONPATH"] = os.pathsep.join([*source, environ.get("PYTHONPATH", "")]).rstrip(":")
-    command = [sys.executable, "-m", "vocabtp.opsd", "train", str(path), *overrides]
+    command = [sys.executable, *launcher, "vocabtp.opsd", "train", str(path), *overrides]
     return subprocess.Popen(
         command,
         env=environ,
@@ -156,8 +180,7 @@ def test_a_writer_killed_in_the_middle_costs_only_its_checkpoint(ranks, tmp_path
     code, _, errors = end(start(path, fault=KILLED_WRITER, folder=fault))
     assert time.monotonic() - began < PATIENCE_S
     assert code == 128 + signal.SIGKILL
-    assert "rank 1" in errors
-    assert "SIGKILL" in errors
+    assert "[rank 1] killed by signal 9 (SIGKILL) in the save phase" in errors
     assert "Traceback" not in errors
     assert not leftovers(path)
     root = out / "checkpoints"
@@ -174,6 +197,45 @@ def test_a_writer_killed_in_the_middle_costs_only_its_checkpoint(ranks, tmp_path
     again, same = ranks(uninterrupted, 2, path, ())[0]
     assert again == []
     assert all(torch.equal(same[name], weights[name]) for name in weights)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["command", "torchrun"])
+@pytest.mark.parametrize("phase", PLACES)
+def test_a_rank_killed_in_a_phase_ends_the_run_and_resumes(ranks, tmp_path, phase, launcher):
+    path = tiny_run(
+        tmp_path,
+        rollout={"temperature": 1.0},
+        parallel={"tp": 2} | ({"nproc": 2} if launcher == "command" else {}),
+        training={"max_steps": 4, "save_steps": 1, "train_batch_size": 1, "keep_checkpoints": 9},
+    )
+    out, fault = tmp_path / "out", tmp_path / "fault"
+    fault.mkdir()
+    how = {"launcher": TORCHRUN} if launcher == "torchrun" else {}
+    process = start(path, fault=KILLED_IN.format(place=PLACES[phase]), folder=fault, **how)
+    wait_for_steps(process, out, 2)
+    began = time.monotonic()
+    code, _, errors = end(process)
+    assert time.monotonic() - began < 60
+    if launcher == "command":
+        assert code == 128 + signal.SIGKILL
+        said = f"[rank 1] killed by signal 9 (SIGKILL) in the {phase} phase of step 3"
+    else:
+        assert code != 0
+        said = f"[rank 0] rank 1 was killed in the {phase} phase of step 3"
+    assert said in errors
+    assert not leftovers(path)
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
+        "step-00000001", "step-00000002",
+    ]  # fmt: skip
+    code, said, errors = end(start(path, **how))
+    assert code == 0, (said, errors)
+    assert "step 3 is the next" in errors
+    losses, _ = ranks(uninterrupted, 2, path, (f"training.save_dir={tmp_path / 'whole'}",))[0]
+    assert [row["loss"] for row in steps(out)] == losses
 
 
 def test_a_rank_that_fails_is_named_and_takes_the_others_along(tmp_path):

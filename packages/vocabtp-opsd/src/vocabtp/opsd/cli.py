@@ -24,7 +24,7 @@ from vocabtp.opsd._version import __version__
 from vocabtp.opsd._wording import shown
 from vocabtp.opsd.config import Config, load_config
 from vocabtp.opsd.data import load_examples
-from vocabtp.opsd.errors import ConfigError, Interrupted, UserError
+from vocabtp.opsd.errors import ConfigError, Interrupted, RankLostError, UserError
 
 if TYPE_CHECKING:
     from vocabtp.opsd.trainer import Trainer
@@ -252,6 +252,8 @@ def _failed(error: BaseException, debug: bool) -> int:
     trace = "".join(traceback.format_exception(error)) if debug else ""
     if isinstance(error, UserError):
         failure = launch.Failure(rank, "user", str(error), 2, time.time(), trace)
+    elif isinstance(error, RankLostError):
+        failure = launch.Failure(rank, "lost", str(error), 1, time.time(), trace)
     else:
         text = " ".join(str(error).split())
         message = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -31,6 +31,14 @@ class NotFiniteError(UserError, ArithmeticError):
     """Too many steps in a row had a loss or a gradient norm that is NaN or infinite."""
 
 
+class DeviceMemoryError(UserError, MemoryError):
+    """Memory ran out; the message names the phase and the keys that make it smaller."""
+
+
+class RankLostError(Exception):
+    """Another rank is gone, and this one cannot go on without it."""
+
+
 class Interrupted(Exception):
     """A signal ended the run in good order; what was reached is saved.
 

@@ -34,10 +34,13 @@ _GRACE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank ended: `user` input to change, or a `crash`; `code` is its exit code."""
+    """Why a rank ended; `code` is its exit code.
+
+    `user`: input has to change; `crash`; `signal`; `lost`: another rank is gone.
+    """
 
     rank: int
-    kind: Literal["user", "crash", "signal"]
+    kind: Literal["user", "crash", "signal", "lost"]
     message: str
     code: int
     time: float = 0.0
@@ -46,8 +49,7 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """True if it only reports that another rank went away."""
-        text = self.message.lower()
-        return self.kind == "crash" and any(word in text for word in _CARRIERS)
+        return self.kind == "lost" or (self.kind == "crash" and is_echo(self.message))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +59,12 @@ class Outcome:
     code: int
     failure: Failure | None = None
     shared: bool = False  # not one rank's own: its message goes without the rank
+
+
+def is_echo(message: str) -> bool:
+    """True for the words of a library that carries messages: a peer is gone."""
+    text = message.lower()
+    return any(word in text for word in _CARRIERS)
 
 
 def world_size(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -72,6 +80,11 @@ def rank(environ: Mapping[str, str] = os.environ) -> int:
 def has_parent(environ: Mapping[str, str] = os.environ) -> bool:
     """True in a rank that `launch` started."""
     return _NOTES in environ
+
+
+def notes_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the ranks of `launch` leave what their parent reads."""
+    return Path(environ[_NOTES])
 
 
 def leave_note(failure: Failure, *, wait_s: float = 3.0) -> None:
@@ -151,7 +164,7 @@ def launch(nproc: int, arguments: Sequence[str]) -> Outcome:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             codes = {r: failure.exitcode for r, failure in error.failures.items()}
-            return judge(codes, _read_notes(Path(folder)))
+            return judge(codes, _read_notes(Path(folder)), _read_phases(Path(folder)))
         except SignalException as error:
             notes = {r: n for r, n in _read_notes(Path(folder)).items() if not n.is_echo}
             code = 128 + int(error.sigval)
@@ -161,19 +174,23 @@ def launch(nproc: int, arguments: Sequence[str]) -> Outcome:
     return Outcome(0)
 
 
-def judge(codes: Mapping[int, int], notes: Mapping[int, Failure]) -> Outcome:
+def judge(
+    codes: Mapping[int, int], notes: Mapping[int, Failure], phases: Mapping[int, str] | None = None
+) -> Outcome:
     """Picks the failure that the others follow from.
 
     Args:
         codes: Exit codes of the ranks that failed, negative for a signal, in the order seen.
         notes: What ranks left behind.
+        phases: What ranks were doing.
 
     Returns:
         The code to end with and the failure to show. A run that only ended by a signal in good
         order has a code above 128 and nothing to show.
     """
     spoken = sorted(notes.values(), key=lambda note: note.time)
-    silent = [_silent(r, code) for r, code in codes.items() if r not in notes]
+    doing = phases or {}
+    silent = [_silent(r, code, doing.get(r, "")) for r, code in codes.items() if r not in notes]
     first = min([*spoken, *silent], key=_blame)
     if first.kind == "crash" and first.code > 128:
         return Outcome(first.code)
@@ -192,17 +209,26 @@ def _blame(failure: Failure) -> int:
     return 0 if failure.time else 1
 
 
-def _silent(r: int, code: int) -> Failure:
+def _silent(r: int, code: int, phase: str) -> Failure:
+    where = f" in the {phase}" if phase else ""
     if code >= 0:
-        return Failure(r, "crash", f"ended with exit code {code}", code)
+        return Failure(r, "crash", f"ended with exit code {code}{where}", code)
     name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else "?"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return Failure(r, "signal", f"killed by signal {-code} ({name}){hint}", 128 - code)
+    return Failure(r, "signal", f"killed by signal {-code} ({name}){where}{hint}", 128 - code)
 
 
 def _read_notes(folder: Path) -> dict[int, Failure]:
     notes = [Failure(**json.loads(p.read_text("utf-8"))) for p in folder.glob("*.json")]
     return {note.rank: note for note in notes}
+
+
+def _read_phases(folder: Path) -> dict[int, str]:
+    from vocabtp.opsd.phases import read_records
+
+    ranks = [int(file.stem) for file in folder.glob("*.phase")]
+    records = read_records(folder, max(ranks, default=-1) + 1)
+    return {r: phase for r, (_, _, phase) in records.items()}
 
 
 def _mute(prefix: str) -> None:

@@ -113,7 +113,14 @@ class Run:
 
     def _loop(self, total: int) -> Evaluation | None:
         training = self.config.training
-        stepper = Stepper(self.config, self.layout, self.inputs.train, self.models, self.engine)
+        stepper = Stepper(
+            self.config,
+            self.layout,
+            self.inputs.train,
+            self.models,
+            self.engine,
+            self.trainer.phases,
+        )
         if self.before is None and self.step == 0:
             self.before = self._evaluate()
         while self.step < total:
@@ -194,14 +201,15 @@ class Run:
     def _evaluate(self) -> Evaluation | None:
         if self.inputs.held_out is None:
             return None
-        found = evaluate(
-            self.config,
-            self.layout,
-            self.inputs,
-            self.models,
-            tick=self._tick,
-            stop=lambda: self.flag.signum != 0,
-        )
+        with self.trainer.phases.enter("evaluation"):
+            found = evaluate(
+                self.config,
+                self.layout,
+                self.inputs,
+                self.models,
+                tick=self._tick,
+                stop=lambda: self.flag.signum != 0,
+            )
         self.output.evaluation(self.step, found)
         return found
 
@@ -229,6 +237,7 @@ class Run:
             layout={"tp": self.layout.tp, "dp": self.layout.dp},
             before=None if before is None else {**before.numbers(), "samples": before.samples},
         )
-        path = self.trainer.checkpoints.save(self.models.student.module, self.engine, saved)
+        with self.trainer.phases.enter("save"):
+            path = self.trainer.checkpoints.save(self.models.student.module, self.engine, saved)
         self.saved_step = self.step
         return path

@@ -26,6 +26,7 @@ from vocabtp.opsd.engine import Engine, StepResult
 from vocabtp.opsd.faults import TokenPlace, first_bad_row
 from vocabtp.opsd.loss import ROW_METRICS, LossSpec, distill_loss
 from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.phases import Phases
 from vocabtp.opsd.rollout import Rollout, generate
 from vocabtp.opsd.session import Models, Prompts
 from vocabtp.opsd.sharding import gathered
@@ -59,6 +60,7 @@ class _Times:
     """Seconds by phase; a phase ends when the device has done its work."""
 
     device: torch.device
+    phases: Phases
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     began: float = field(default_factory=time.perf_counter)
 
@@ -66,7 +68,8 @@ class _Times:
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self.phases.enter("update" if name == "step" else name):
+                yield
         finally:
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
@@ -87,13 +90,21 @@ class Stepper:
         prompts: Training prompts.
         models: Student and teacher.
         engine: Holds gradients and optimizer.
+        phases: Told what this rank is doing.
     """
 
     def __init__(
-        self, config: Config, layout: Layout, prompts: Prompts, models: Models, engine: Engine
+        self,
+        config: Config,
+        layout: Layout,
+        prompts: Prompts,
+        models: Models,
+        engine: Engine,
+        phases: Phases | None = None,
     ) -> None:
         self.config, self.layout, self.prompts = config, layout, prompts
         self.models, self.engine = models, engine
+        self.phases = Phases() if phases is None else phases
         self.spec = LossSpec.of(config.distillation)
         self.bad_token = TokenPlace()
         # the answers of one prompt are rows of their own here: micro-batches cut anywhere
@@ -114,7 +125,8 @@ class Stepper:
             tick: Called on every rank before each rollout and each backward of a micro-batch,
                 equally often; what it raises must be raised on all ranks.
         """
-        times = _Times(self.layout.device)
+        times = _Times(self.layout.device, self.phases)
+        self.phases.step = step + 1
         self.bad_token = TokenPlace()
         parts = self._parts(step)
         with times.phase("rollout"), gathered(self.models.student.module):

@@ -19,6 +19,7 @@ from vocabtp.opsd.evaluate import answer_all, evaluate
 from vocabtp.opsd.export import export_model
 from vocabtp.opsd.interrupt import InterruptFlag
 from vocabtp.opsd.parallel import make_layout
+from vocabtp.opsd.phases import Phases
 from vocabtp.opsd.resume import check_resume
 from vocabtp.opsd.run import Run, TrainResult
 from vocabtp.opsd.session import Inputs, Models, read_inputs, read_models
@@ -37,6 +38,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config) -> None:
+        self.phases = Phases()
         self.layout = make_layout(config.parallel)
         self.config = config.for_world(self.layout.world)
         self.save_dir = Path(self.config.training.save_dir)
@@ -57,7 +59,9 @@ class Trainer:
     def models(self) -> Models:
         """Student and teacher, loaded when first asked for."""
         if self._models is None:
-            self._models = read_models(self.config, self.layout, self.inputs)
+            inputs = self.inputs
+            with self.phases.enter("load"):
+                self._models = read_models(self.config, self.layout, inputs)
         return self._models
 
     def check(self) -> dict[str, Any]:
@@ -106,9 +110,11 @@ class Trainer:
             Interrupted: On every rank, after a checkpoint was written, when one of them got
                 SIGINT or SIGTERM; the command line ends with 128 + the signal.
         """
-        engine = self._engine()
-        with InterruptFlag() as flag, attention_kernels(self.config.training.attention):
-            return Run(self, engine, flag).go()
+        kernels = attention_kernels(self.config.training.attention)
+        with self.phases.watch_peers(), kernels:
+            engine = self._engine()
+            with InterruptFlag() as flag:
+                return Run(self, engine, flag).go()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest checkpoint, or the student as it was loaded, on the held-out prompts.
