@@ -36,8 +36,8 @@ from vocabtp.opsd._schema import (
     Sections,
     StudentConfig,
     TeacherConfig,
-    template_fields,
 )
+from vocabtp.opsd._templates import template_fields
 from vocabtp.opsd._training import TrainingConfig
 from vocabtp.opsd._wording import shown, value_problem
 from vocabtp.opsd.errors import ConfigError
