@@ -81,10 +81,25 @@ class Checkpoints:
             Its final directory.
 
         Raises:
-            CheckpointError: On every rank, when any rank could not write.
+            CheckpointError: On every rank, when any rank could not write. Earlier checkpoints are
+                as they were, and the message names the newest.
         """
         final = self.path(saved.step)
         partial = final.with_name(final.name + ".partial")
+        try:
+            self._write_whole(module, engine, saved, partial, final)
+        except CheckpointError as error:
+            kept = self.latest(lambda line: None)
+            if self.lead:
+                # on a full disk it would take the room of the next attempt
+                shutil.rmtree(partial, ignore_errors=True)
+            after = f"{kept} is still the newest" if kept else "there is no earlier one"
+            raise CheckpointError(f"{error}; {after}") from error
+        return final
+
+    def _write_whole(
+        self, module: nn.Module, engine: Engine, saved: Saved, partial: Path, final: Path
+    ) -> None:
         self._lead("prepare", lambda: _fresh(partial))
         tensors = model_tensors(module) | engine.state_tensors() | self.rng()
         with _one_line(f"{partial}: could not be written"):
@@ -94,7 +109,6 @@ class Checkpoints:
                 no_dist=self.alone,
             )
         self._lead("finish", lambda: self._finish(partial, final, saved))
-        return final
 
     def latest(self, say: Callable[[str], None]) -> Path | None:
         """The newest whole checkpoint, chosen by rank 0 for all.

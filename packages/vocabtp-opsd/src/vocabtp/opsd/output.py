@@ -26,6 +26,7 @@ class Output:
 
     def __init__(self, config: Config, *, is_main: bool, total: int, done: int) -> None:
         self.config, self.folder = config, Path(config.training.save_dir)
+        self.fault = ""  # why this rank could not write; the run ends on all ranks
         self._metrics: MetricsWriter | None = None
         self._progress: Progress | None = None
         if not is_main:
@@ -60,7 +61,7 @@ class Output:
         """Record optimizer step `step`, counted from 1."""
         if self._metrics is None or self._progress is None:
             return
-        self._metrics.write(step, metrics)
+        self._write(step, metrics, "train")
         self._progress.update(
             step,
             loss=metrics["loss"] if metrics["applied"] else None,
@@ -72,11 +73,18 @@ class Output:
         """Record an evaluation after `step` steps."""
         if self._metrics is None:
             return
-        self._metrics.write(step, found.numbers(), kind="eval")
+        self._write(step, found.numbers(), "eval")
         self.say(
             f"held out after step {step}: exact match {found.exact_match:.1%}, reverse KL to the "
             f"teacher {found.reverse_kl:.4f}, {found.examples} prompts"
         )
+
+    def _write(self, step: int, values: Mapping[str, Any], kind: str) -> None:
+        assert self._metrics is not None
+        try:
+            self._metrics.write(step, values, kind=kind)
+        except OSError as error:  # the other ranks have to hear of it first
+            self.fault = f"training.save_dir: {error}"
 
     def say(self, line: str) -> None:
         """Print a line of its own."""

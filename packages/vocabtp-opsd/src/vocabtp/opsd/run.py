@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vocabtp.opsd.checkpoint import Saved
 from vocabtp.opsd.engine import TorchEngine
-from vocabtp.opsd.errors import Interrupted, ModelError, NotFiniteError
+from vocabtp.opsd.errors import Interrupted, ModelError, NotFiniteError, UserError
 from vocabtp.opsd.evaluate import Evaluation, evaluate
 from vocabtp.opsd.interrupt import InterruptFlag
 from vocabtp.opsd.output import Output
@@ -219,9 +219,13 @@ class Run:
             raise _StopRequest(found)
 
     def _agreed_signal(self) -> int:
-        signum = torch.tensor([self.flag.signum], device=self.layout.device)
+        fault = self.output.fault
+        seen = torch.tensor([self.flag.signum, len(fault)], device=self.layout.device)
         if self.layout.world > 1:
-            dist.all_reduce(signum, dist.ReduceOp.MAX, group=self.layout.world_group)
+            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.layout.world_group)
+        signum, faulty = seen.tolist()
+        if faulty:
+            raise UserError(fault or "training.save_dir: rank 0 cannot write there")
         return int(signum)
 
     def _save(self) -> Path:
