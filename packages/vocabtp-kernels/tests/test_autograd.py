@@ -45,19 +45,23 @@ class Sharded(torch.autograd.Function):
             leaves = [x.detach()[:, a:b].clone().requires_grad_() for x in sides]
             more = {"vocab_start": a, "vocab_size": width} if ctx.call.takes_ids else {}
             with torch.enable_grad():
-                values = ctx.call(*leaves, exchange=exchange, index=IDS, **more, **ctx.options)
+                values = ctx.call(*leaves, exchange=exchange, index=IDS[:3], **more, **ctx.options)
             return values, upstream and torch.autograd.grad(values, leaves, upstream)
 
         return run_sharded(rank, ctx.bounds)
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
-def test_gradcheck(call, bounds, temperature):
+def test_gradcheck(call, temperature):
     sides = pair()[: call.sides]
-    options = {"temperature": temperature}
-    if bounds == "whole":
-        assert torch.autograd.gradcheck(lambda *x: call(*x, index=IDS, **options), sides)
+    assert torch.autograd.gradcheck(lambda *x: call(*x, index=IDS, temperature=temperature), sides)
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_gradcheck_of_shards(call, bounds):
+    # three rows: threads of ranks are slow
+    sides = [x.detach()[:3].requires_grad_() for x in pair()[: call.sides]]
+    options = {"temperature": 1.7}
     assert torch.autograd.gradcheck(
         lambda *x: Sharded.apply(call, BOUNDS[bounds], options, *x), sides
     )

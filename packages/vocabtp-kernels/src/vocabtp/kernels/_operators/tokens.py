@@ -57,6 +57,24 @@ class _Options(NamedTuple):
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+def _run_grad(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    columns: Tensor,
+    stats: Tensor,
+    *options: Any,
+) -> Tensor:
+    saved = tokens.Saved(logits, columns, stats)
+    grad = tokens.backward(saved, grad_logprobs, grad_entropy, _Options(*options).spec(logits))
+    assert grad is not None
+    return grad
+
+
+def _fake_grad(_: Tensor | None, __: Tensor | None, logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
 def _operator(name: str, *, entropy: bool) -> Operator:
     def forward(logits: Tensor, ids: Tensor | None, *options: Any) -> _Outputs:
         _ids.check_earlier()
@@ -75,22 +93,6 @@ def _operator(name: str, *, entropy: bool) -> Operator:
             logits.new_empty(chosen, dtype=torch.int32),
             logits.new_empty(3 if entropy else 2, rows, dtype=dtype),
         )
-
-    def run_grad(
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-        logits: Tensor,
-        columns: Tensor,
-        stats: Tensor,
-        *options: Any,
-    ) -> Tensor:
-        saved = tokens.Saved(logits, columns, stats)
-        grad = tokens.backward(saved, grad_logprobs, grad_entropy, _Options(*options).spec(logits))
-        assert grad is not None
-        return grad
-
-    def fake_grad(_: Tensor | None, __: Tensor | None, logits: Tensor, *rest: Any) -> Tensor:
-        return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, _, *ctx.options = inputs
@@ -121,7 +123,7 @@ def _operator(name: str, *, entropy: bool) -> Operator:
             fake,
             captured=name == "entropy",
         ),
-        Parts(f"({grads}, {saved}, {_OPTIONS}) -> Tensor", run_grad, fake_grad),
+        Parts(f"({grads}, {saved}, {_OPTIONS}) -> Tensor", _run_grad, _fake_grad),
         save,
         backward,
     )
