@@ -45,8 +45,6 @@ CPU_ENV = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
 
 DOCS_ENV = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
 
-DOCS_ENV = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
-
 _built: dict[str, Path] = {}  # what this nox process has made already: wheels, shared packages
 
 
@@ -313,7 +311,10 @@ def device_tests(session: nox.Session, layer: str, device: str) -> None:
 @nox.session(venv_backend="none")
 @LAYER
 def gpu_tests(session: nox.Session, layer: str) -> None:
-    """One layer's tests on a CUDA or ROCm device; red without one."""
+    """One layer's tests on a CUDA or ROCm device; red without one.
+
+    Several processes (`-- -n 8 -m "gpu and not large"`, then `-- -m "gpu and large"`) are faster.
+    """
     device_tests(session, layer, "cuda")
 
 

@@ -72,12 +72,14 @@ def _moved(x, dtype, device):
 
 
 @st.composite
-def view(draw, data, pads):
-    """`data` in a larger buffer: dimensions turned, every second index, a window of columns."""
+def view(draw, data, pads, apart):
+    """`data` in a larger buffer: dimensions turned, every second index, a window of columns.
+
+    `pads` are the columns before and after the window, `apart` is the stride of the vocabulary.
+    """
     lead = data.dim() - 1
     steps = [draw(st.sampled_from([1, 1, 2])) for _ in range(lead)]
-    left, right = draw(pads), draw(pads)
-    apart = draw(st.sampled_from([1] * 9 + [2]))  # a vocabulary with a stride
+    left, right = pads
     order = draw(st.permutations(range(lead))) if lead else []
     sizes = [data.shape[i] * steps[i] for i in order]
     buffer = torch.full((2, *sizes, (left + data.shape[-1] + right) * apart), NAN, dtype=data.dtype)
@@ -138,15 +140,29 @@ def upstream(draw, shape, g):
 
 
 @st.composite
-def cuts(draw, width):
-    """Shards of a vocabulary, some of them empty."""
-    inner = sorted(draw(st.lists(st.integers(0, width), max_size=3)))
+def layout(draw, dtypes):
+    """Dtypes of both sides and pads of both."""
+    kinds = [draw(st.sampled_from(dtypes))] * 2
+    if draw(st.integers(0, 2)) == 0:
+        kinds[1] = draw(st.sampled_from(dtypes))
+    pads = st.sampled_from([0, 0, 1, 3, 16])
+    return *kinds, *((draw(pads), draw(pads)) for _ in kinds)
+
+
+@st.composite
+def cuts(draw, width, unit):
+    """Shards of a vocabulary, some of them empty, that begin at a multiple of `unit`."""
+    inner = sorted(unit * i for i in draw(st.lists(st.integers(0, width // unit), max_size=3)))
     return list(pairwise([0, *inner, width]))
 
 
 @st.composite
-def calls(draw, widths, ids, dtypes=tuple(LOW), leads=tuple(FEW)):
-    """A call with `widths` columns and up to `ids` ids a row."""
+def calls(draw, widths, ids, dtypes=tuple(LOW), leads=tuple(FEW), layouts=None):
+    """A call with `widths` columns and up to `ids` ids a row.
+
+    With `layouts`, some of what `layout` draws, kernels are compiled for those alone: no other
+    dtypes or pads, every vocabulary with a stride of 1, shards of whole 64 columns but the last.
+    """
     op = draw(st.sampled_from(list(OPS)))
     lead = draw(st.sampled_from(leads))
     # without a column there is no id to ask for, not even one to ignore
@@ -163,12 +179,11 @@ def calls(draw, widths, ids, dtypes=tuple(LOW), leads=tuple(FEW)):
     if draw(st.booleans()):
         outside = draw(mask(shape, g))
     teacher = teacher.masked_fill(outside, -INF)
-    kinds = [draw(st.sampled_from(dtypes))] * 2
-    if draw(st.integers(0, 2)) == 0:
-        kinds[1] = draw(st.sampled_from(dtypes))
-    pads = st.sampled_from([0, 0, 1, 3, 16])
-    student = draw(view(student.to(kinds[0]), pads))
-    teacher = draw(view(teacher.to(kinds[1]), pads))
+    few = layouts is not None
+    *kinds, pads_s, pads_t = draw(st.sampled_from(layouts) if few else layout(dtypes))
+    apart = st.just(1) if few else st.sampled_from([1] * 9 + [2])
+    student = draw(view(student.to(kinds[0]), pads_s, draw(apart)))
+    teacher = draw(view(teacher.to(kinds[1]), pads_t, draw(apart)))
     each = (draw(st.integers(0, ids)),) if draw(st.integers(0, 3)) else ()
     index = torch.randint(0, max(width, 1), (*lead, *each), generator=g)
     if draw(st.booleans()):  # many of the same
@@ -183,7 +198,7 @@ def calls(draw, widths, ids, dtypes=tuple(LOW), leads=tuple(FEW)):
         Inputs(student, teacher, index, gradients[0]),
         draw(st.sampled_from(TEMPERATURES)),
         tuple(gradients),
-        draw(st.one_of(st.none(), cuts(width))),
+        draw(st.one_of(st.none(), cuts(width, 64 if few else 1))),
     )
 
 

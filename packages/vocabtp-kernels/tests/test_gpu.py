@@ -105,6 +105,7 @@ def test_autocast_does_not_reach_inside(call, device):
     assert all(torch.equal(a, b) for a, b in zip(values, right, strict=True))
 
 
+@pytest.mark.large
 def test_row_offsets_above_2_to_the_31(device):
     # 13 GiB with the gradient: rows past element 2^31 of a bf16 tensor
     rows, width = 16_500, 131_072

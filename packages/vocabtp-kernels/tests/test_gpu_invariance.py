@@ -9,7 +9,7 @@ INF = float("inf")
 ROWS, WIDTH = 8_192, 75_968
 PLACES = (0, 4_000, 8_191)
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.large]
 
 
 @pytest.fixture

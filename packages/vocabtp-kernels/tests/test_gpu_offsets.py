@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.large]
 
 # the last 7 rows begin past element 2^31; 4 GiB of bf16
 ROWS, WIDTH = 8_192, 262_400
