@@ -11,8 +11,8 @@ kernel's first variant is compiled for what is usual, the second for another dty
 first once more, of a kernel that has no second - and the rest for each dtype in turn; the next
 target takes the next of them. Prints one JSON object each.
 
-Two processes compile, without line numbers: those change no instruction and cost a fifth of the
-time.
+Two processes compile, with line numbers as the package does: without them some kernels take other
+registers.
 
 Usage: compile_kernels.py [--full] TARGET...; a target is sm_NN or a gfx name.
 """
@@ -239,7 +239,6 @@ def row_of(task):
 
 def main(*words):
     triton.knobs.nvidia.dump_ptxas_log = True
-    triton.knobs.compilation.disable_line_info = True
     todo = list(tasks([w for w in words if not w.startswith("--")], "--full" in words))
     # the launches, which the processes below share, are all there is to keep
     gc.disable()
