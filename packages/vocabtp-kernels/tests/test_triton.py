@@ -92,6 +92,18 @@ def test_layouts(op, make):
     run(Case(op, make))
 
 
+@pytest.mark.parametrize("call", KINDS, indirect=True)
+def test_rows_that_begin_at_an_odd_element(call):
+    """Of a flat buffer of two bytes an element; the bits of the same rows at its beginning."""
+    g = torch.Generator().manual_seed(2)
+    flat = [torch.randn(3 + 2 * 37, generator=g).bfloat16() for _ in range(2)]
+    sides = [x[at : at + 74].view(2, 37) for x, at in zip(flat, (1, 3), strict=True)]
+    index = torch.tensor([[0, 36]] * 2)
+    got = values_and_gradients(call, *sides, index, torch.ones(2))
+    want = values_and_gradients(call, *[x.clone() for x in sides], index, torch.ones(2))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("op", ["entropy", "forward_kl", "reverse_kl", "reverse_kl_clip", "jsd"])
 def test_the_lowest_number_is_no_mask(op):
     run(Case(op, lowest))
