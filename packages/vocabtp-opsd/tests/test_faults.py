@@ -42,9 +42,12 @@ def bad_gradient(rank, world):
     layout = make_layout(ParallelConfig(device="cpu")) if world > 1 else Layout()
     net = nn.Module()
     net.first, net.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    net.third = nn.Parameter(torch.ones(1))
     engine = TorchEngine(net, TrainingConfig(), layout, 1)
     factor = math.inf if rank == world - 1 else 1.0
-    engine.backward(net.first.sum() + (net.second * torch.tensor([1.0, factor])).sum())
+    engine.backward(
+        net.first.sum() + net.third.sum() + (net.second * torch.tensor([1.0, factor])).sum()
+    )
     result = engine.step(0, tokens=1, report=[1.0], own=[])
     return result.applied, result.reason, net.first.tolist()
 
