@@ -2,7 +2,8 @@
 
 The model is built without memory, cut by its plan, and then each cut or whole tensor is read from
 the safetensors files where this rank needs it. On the host a rank needs its share of the model and,
-for a moment, the pages of one tensor; never the whole model.
+for a moment, the pages of one tensor; never the whole model. Where data-parallel ranks shard the
+model further, one of their units at a time is read and cut.
 """
 
 from __future__ import annotations
@@ -99,8 +100,14 @@ def first_reason(skeleton: Skeleton, layout: Layout) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def fill(module: Any, places: dict[str, Stored], layout: Layout, name: str) -> None:
-    """Read this rank's part of every weight onto its device; no collectives.
+def fill(
+    module: Any,
+    places: dict[str, Stored],
+    layout: Layout,
+    name: str,
+    within: nn.Module | None = None,
+) -> None:
+    """Read this rank's part of every weight that has no memory yet; no collectives.
 
     Args:
         module: The skeleton's model, cut; its weights are replaced in place and stay tied.
@@ -108,17 +115,21 @@ def fill(module: Any, places: dict[str, Stored], layout: Layout, name: str) -> N
             (a vocabulary cut to fewer ids): the first ones are read.
         layout: This process's place.
         name: What errors call the model.
+        within: A module of the model, to fill that alone; None for all of it.
 
     Raises:
         ModelError: A file changed or went away since its header was read.
     """
     done: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id stays its own
+    inside = set((module if within is None else within).modules())
     for path, owner in module.named_modules():
+        if owner not in inside:
+            continue
         held: list[tuple[dict[str, Any], str, Tensor]] = [
             (tensors, key, tensor)
             for tensors in (owner._parameters, owner._buffers)
             for key, tensor in tensors.items()
-            if tensor is not None and key not in owner._non_persistent_buffers_set
+            if tensor is not None and tensor.is_meta
         ]
         for tensors, key, tensor in held:
             if id(tensor) not in done:

@@ -287,10 +287,14 @@ def place_model(
         apply_plan(module, layout.mesh["tp"], cut_vocab=cut_vocab, name=name)
         if cut_vocab:
             module.generate = _blocked_generate
-    if skeleton is not None:
-        with layout.together():
-            fill(module, skeleton.places, layout, name)
+
+    def read(unit: nn.Module) -> None:
+        if skeleton is not None:
+            with layout.together():
+                fill(module, skeleton.places, layout, name, unit)
+
     if layout.mesh is None or not layout.sharded:
+        read(module)
         module.to(layout.device)
     weight = module.get_output_embeddings().weight
     if isinstance(weight, DTensor):
@@ -300,7 +304,7 @@ def place_model(
         shard = VocabShard(0, weight.shape[0], weight.shape[0], None)
     if layout.mesh is not None and layout.sharded:
         # to the device too, one layer at a time
-        shard_module(module, layout.mesh["dp"], free=layout.shard == "zero3", name=name)
+        shard_module(module, layout.mesh["dp"], free=layout.shard == "zero3", name=name, fill=read)
     return LanguageModel(module=module, shard=shard, layout=layout, name=name)
 
 

@@ -15,7 +15,7 @@ forwards and backwards, also those without a row to compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,14 @@ def sharding_of(module: nn.Module) -> Sharding | None:
     return found
 
 
-def shard_module(module: Any, mesh: DeviceMesh, *, free: bool, name: str) -> None:
+def shard_module(
+    module: Any,
+    mesh: DeviceMesh,
+    *,
+    free: bool,
+    name: str,
+    fill: Callable[[nn.Module], None] | None = None,
+) -> None:
     """Leave each rank its part of every parameter, on the device of the mesh.
 
     Args:
@@ -60,6 +67,8 @@ def shard_module(module: Any, mesh: DeviceMesh, *, free: bool, name: str) -> Non
         mesh: The one-dimensional mesh of the data-parallel ranks, two or more.
         free: zero3; otherwise zero2.
         name: What errors call the model.
+        fill: Gives a unit its weights, if the module has none yet; called just before the unit's
+            parts are taken, so that one unit at a time is whole.
 
     Raises:
         ModelError: Its parameters are of more than one dtype.
@@ -80,6 +89,8 @@ def shard_module(module: Any, mesh: DeviceMesh, *, free: bool, name: str) -> Non
         cast_forward_inputs=False,
     )
     for unit in [*_layers(module), module]:
+        if fill is not None:
+            fill(unit)
         if widen:
             _widen(unit)
         # the root's parameters serve the end of the forward and the start of the backward
