@@ -205,9 +205,9 @@ def pytest_collection_modifyitems(config, items):
     if "torch._dynamo" in sys.modules:
         _preload.extend(["torch._dynamo", "torch._functorch.aot_autograd"])
     wanted = config.getoption("markexpr")
-    drop = [m for m in ("gpu", "full") if m not in wanted]
     if config.getoption("--full"):
-        drop.remove("full")
+        wanted += " full"
+    drop = [m for m in ("gpu", "full") if m not in wanted]
     out = [i for i in items if any(i.get_closest_marker(m) for m in drop)]
     if out:
         config.hook.pytest_deselected(items=out)
