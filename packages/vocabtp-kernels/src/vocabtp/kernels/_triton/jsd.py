@@ -19,7 +19,6 @@ from vocabtp.kernels._triton.kl import two_sides
 from vocabtp.kernels._triton.merge import added
 from vocabtp.kernels._triton.mixture import series
 
-_LOG2E = 1.4426950408889634
 # and neither it is for betas outside of these
 _ENDS = (0.05, 0.95)
 _EXACT_TILE = 256
@@ -77,7 +76,7 @@ def jsd_terms(
 
 def _scalars(temperature: float, beta: float, clip: float | None) -> tuple[float, ...]:
     cap = 0.0 if clip is None else clip
-    return (_LOG2E / temperature, 1.0 / temperature, cap, beta, 1.0 - beta, *series(beta))
+    return (launch.LOG2E / temperature, 1.0 / temperature, cap, beta, 1.0 - beta, *series(beta))
 
 
 def jsd_grad(

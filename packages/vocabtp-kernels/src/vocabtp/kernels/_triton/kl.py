@@ -17,8 +17,6 @@ from vocabtp.kernels._triton.kl_grad_kernels import kl_grad_kernel
 from vocabtp.kernels._triton.kl_kernels import kl_terms_kernel, pair_stats_kernel
 from vocabtp.kernels._triton.merge import added, segments
 
-_LOG2E = 1.4426950408889634
-
 
 def two_sides(
     a: Rows, b: Rows, dtype: torch.dtype, temperature: float, *, kl: bool, merged: bool
@@ -33,7 +31,7 @@ def two_sides(
         part[:2].fill_(-float("inf"))
         part[2:].fill_(0.0)
         return stats
-    c, inv_t = _LOG2E / temperature, 1.0 / temperature
+    c, inv_t = launch.LOG2E / temperature, 1.0 / temperature
     launch.run(
         pair_stats_kernel,
         rows * cut.number,
@@ -87,7 +85,7 @@ def kl_terms(
         *cut,
         *launch.strides(a),
         *launch.strides(b),
-        _LOG2E / temperature,
+        launch.LOG2E / temperature,
         1.0 / temperature,
         clip,
         STAGES=launch.TERMS_STAGES,
@@ -136,7 +134,7 @@ def kl_grad(
         upstream.stride(0),
         *launch.strides(a),
         *launch.strides(b),
-        _LOG2E / temperature,
+        launch.LOG2E / temperature,
         1.0 / temperature,
         0.0 if clip is None else clip,
         factor,

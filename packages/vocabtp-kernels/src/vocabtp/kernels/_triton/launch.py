@@ -19,6 +19,8 @@ from triton.errors import TritonError
 
 from vocabtp.kernels._rows import Rows
 
+# exp(x) is exp2(LOG2E x) on the device
+LOG2E = 1.4426950408889634
 # columns that a program of the forward reads a step: four loads of a tile, which is longer than
 # any phase
 TILE = 1024

@@ -13,8 +13,6 @@ from vocabtp.kernels._stats import ShardStats
 from vocabtp.kernels._triton import launch
 from vocabtp.kernels._triton.merge_kernels import add_kernel, merge_kernel
 
-_LOG2E = 1.4426950408889634
-
 
 def _alike(parts: ShardStats) -> ShardStats:
     """The same `[P, *, N]` with one stride between parts and one between planes."""
@@ -51,7 +49,7 @@ def merge(
             count,
             maxes.stride(0),
             maxes.stride(1),
-            _LOG2E / temperature,
+            launch.LOG2E / temperature,
             1.0 / temperature,
             SIDES=sides,
             WEIGHTED=weighted,

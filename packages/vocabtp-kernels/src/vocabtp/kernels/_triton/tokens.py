@@ -18,7 +18,6 @@ from vocabtp.kernels._triton.ids_kernels import finish_tokens_kernel, resolve_ke
 from vocabtp.kernels._triton.merge import segments
 from vocabtp.kernels._triton.tokens_kernels import token_grad_kernel, token_stats_kernel
 
-_LOG2E = 1.4426950408889634
 # ids that a program takes at once
 _IDS = 256
 
@@ -55,7 +54,7 @@ def token_stats(
         part[1:].fill_(0.0)
         chosen.fill_(0.0)
     else:
-        c, inv_t = _LOG2E / temperature, 1.0 / temperature
+        c, inv_t = launch.LOG2E / temperature, 1.0 / temperature
         launch.run(
             token_stats_kernel,
             rows * cut.number,
@@ -156,7 +155,7 @@ def finish_tokens(
             *stats.sums.stride()[:2],
             stats.flags.shape[0] if ids else 0,
             stats.flags.stride(0),
-            _LOG2E / temperature,
+            launch.LOG2E / temperature,
             1.0 / temperature,
             ENTROPY=entropy,
             CELL=cell is not None,
@@ -237,7 +236,7 @@ def token_grad(
             *launch.strides(logits),
             upstream.stride(0),
             0 if grad_entropy is None else grad_entropy.stride(0),
-            _LOG2E / temperature,
+            launch.LOG2E / temperature,
             1.0 / temperature,
             ENTROPY=grad_entropy is not None,
             IDS=min(ids, 2),
