@@ -31,12 +31,13 @@ from cases import CASES, MODES, make_inputs
 from results import Result, Results, facts
 
 ROWS = (64, 256, 1024, 8192)
-COLS = (32000, 37984, 75967, 75968, 151936)
 OWN = ("triton", "eager")
+COLS = (32000, 37984, 75967, 75968, 151936)
 # where every arm is measured, in the order of interest
 SHARED = ((8192, 75968), (64, 75968), (1024, 151936))
 # where torch.compile is measured too
 FEW = ((256, 75968), (1024, 75968))
+MOST_EAGER = 1024  # rows
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("contiguous", "sliced", "window")
 _L2_BYTES = 160_000_000  # of input sets, more than a chip's L2 holds
@@ -111,17 +112,23 @@ def points(args: argparse.Namespace) -> Iterator[Point]:
 
 def arms_at(point: Point, mode: str, found: dict[str, arms.Arm]) -> list[str]:
     """Which arms are measured there; shapes that are not in the plan have all of them."""
-    shape = (point.rows, point.cols)
-    if shape in SHARED or not (point.rows in ROWS and point.cols in COLS):
-        names = [*found] if point.layout == "contiguous" else [n for n in found if n in OWN]
-    else:
-        # the eager path is slow, and one mode tells how slow
-        names = [n for n in found if n == "triton" or (n == "eager" and mode == "train")]
-        if shape in FEW and point.layout == "contiguous" and mode == "train":
-            names += [n for n in found if n == "compile"]
-    if mode == "train_both" and shape in SHARED[1:]:
-        # a compilation each: the first shape tells
-        names = [n for n in names if n != "compile"]
+    shape, contiguous = (point.rows, point.cols), point.layout == "contiguous"
+    if not (point.rows in ROWS and point.cols in COLS):
+        return [*found] if contiguous else [n for n in found if n in OWN]
+    triton = [n for n in found if n == "triton"]
+    if shape == SHARED[0]:
+        return [*found] if contiguous else triton
+    if mode != "train" and (shape not in SHARED or not contiguous):
+        return []
+    names = triton
+    if shape in SHARED and contiguous:
+        # a compilation each: the first shape tells what the teacher's gradient costs
+        names = [n for n in found if n != "eager" and (n != "compile" or mode != "train_both")]
+    elif shape in FEW and contiguous:
+        names += [n for n in found if n == "compile"]
+    # the eager path takes seconds, in proportion to the rows: one mode of few rows tells
+    if mode == "train" and contiguous and point.rows <= MOST_EAGER:
+        names += [n for n in found if n == "eager"]
     return names
 
 

@@ -20,7 +20,8 @@ import vocabtp.kernels as vk
 from arms import first_line
 
 SAMPLE_MS = 1.0  # a sample repeats a short launch for about as long
-BUDGET_MS = 80.0  # of samples, for one arm
+BUDGET_MS = 60.0  # of samples, for one arm
+SLOW_MS = 250.0  # a call that long is timed once
 MOST, LEAST = 21, 3  # samples
 _CYCLES_PER_MS = 2_000_000  # of the spin kernel, about
 _LONGEST_SPIN_MS = 50.0
@@ -77,6 +78,8 @@ class Launch:
         self.repeats = max(1, min(50, round(SAMPLE_MS / max(once, 1e-3))))
         if self.how != "clock":
             self.spin_ms = min(_LONGEST_SPIN_MS, 0.1 + 1.5 * queued * self.repeats)
+        if once > SLOW_MS:
+            return 1
         taken = once * self.repeats + self.spin_ms
         return max(LEAST, min(MOST, int(BUDGET_MS / max(taken, 1e-3))))
 

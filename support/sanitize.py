@@ -1,6 +1,6 @@
 """Runs tests marked gpu under NVIDIA's compute-sanitizer: memcheck, racecheck, initcheck.
 
-Usage: sanitize.py [--tool TOOL]... [pytest arguments]; without them small conformance cases run.
+Usage: sanitize.py [--tool TOOL]... [pytest arguments]; without them every op runs on small cases.
 
 What a tool reports is judged by the kernel that it names: PyTorch's own kernels load more than they
 use, which initcheck calls an error. The allocator's cache is off, so that every tensor is an
@@ -23,12 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "packages" / "vocabtp-kernels"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # every op: a row of several tiles, an unaligned one, strides, masks, one column; ids; shards
-DEFAULT = [
-    str(KERNELS / "tests" / "test_gpu.py"),
-    "-k",
-    "(test_conformance and bfloat16 and (normal or wide or views or masked or narrow))"
-    " or test_shards",
-]
+DEFAULT = [str(KERNELS / "tests" / "test_gpu.py"), "-k", "test_kernels_alone"]
 
 
 def kernel_names() -> set[str]:

@@ -37,9 +37,10 @@ def measure(path: Path, *args: str) -> dict[tuple[str, str, str], dict]:
 
 
 @pytest.mark.parametrize("point", ["float32,contiguous", "bfloat16,sliced", "bfloat16,window"])
-def test_every_op_mode_and_arm_is_measured(tmp_path, capsys, point):
+def test_every_op_mode_and_arm_is_measured(tmp_path, point):
     dtype, layout = point.split(",")
-    found = measure(tmp_path / "a/b.json", f"--only={point}")
+    # other libraries, where they are installed, have tests of their own
+    found = measure(tmp_path / "a/b.json", f"--only={point},eager,dense")
     arms = {"eager", "dense"} if layout == "contiguous" else {"eager"}
     modes = [(op, mode) for op, case in cases.CASES.items() for mode in case.modes]
     assert set(found) == {(*pair, arm) for pair in modes for arm in arms}
@@ -59,7 +60,6 @@ def test_every_op_mode_and_arm_is_measured(tmp_path, capsys, point):
     assert run["device"] == "cpu"
     assert run["versions"]["torch"] == torch.__version__
     assert len(run["commit"]) == 40
-    assert "liger: not installed" in capsys.readouterr().out
 
 
 def test_a_wrong_arm_is_shown_as_wrong_and_not_timed(tmp_path, capsys, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_wrong_arm_is_shown_as_wrong_and_not_timed(tmp_path, capsys, monkeypat
     for op, function in wrong.items():
         case = dataclasses.replace(cases.CASES[op], dense=function)
         monkeypatch.setitem(cases.CASES, op, case)
-    found = measure(tmp_path / "a.json", "--only=float32,contiguous")
+    found = measure(tmp_path / "a.json", "--only=float32,contiguous,eager,dense")
     shown = {key[:2]: r for key, r in found.items() if key[2] == "dense" and r["status"] != "ok"}
     complaints = {
         ("entropy", "forward"): ("wrong", "values are off by 1.0e-03"),
@@ -134,11 +134,11 @@ def test_an_error_that_is_nan_is_the_worst():
 
 def test_parts_come_together_and_what_is_there_is_not_measured_again(tmp_path):
     path = tmp_path / "a.json"
-    measure(path, "--only=entropy,forward,float32,contiguous")
-    found = measure(path, "--only=entropy,float32,contiguous", "--missing")
+    measure(path, "--only=entropy,forward,float32,contiguous,eager,dense")
+    found = measure(path, "--only=entropy,float32,contiguous,eager,dense", "--missing")
     assert len(found) == 4
     assert {key[1]: r["run"] for key, r in found.items()} == {"forward": 1, "train": 2}
-    found = measure(path, "--only=entropy,float32,contiguous")
+    found = measure(path, "--only=entropy,float32,contiguous,eager,dense")
     # run 1 and 2 are gone with their last results
     assert [run["id"] for run in results.load(path)["runs"]] == [3]
     assert {r["run"] for r in found.values()} == {3}
@@ -161,14 +161,17 @@ def test_the_plan_of_a_whole_run():
 
     def shapes(arm: str, mode: str) -> set[tuple[int, int]]:
         there = [p for p in plan if arm in ops.arms_at(p, mode, found)]
-        if arm in ("compile", "dense"):
+        if arm != "triton":
             assert {p.layout for p in there} == {"contiguous"}
         return {(p.rows, p.cols) for p in there}
 
     everywhere = {(p.rows, p.cols) for p in plan}
-    assert shapes("triton", "forward") == shapes("eager", "train") == everywhere
+    assert shapes("triton", "train") == everywhere
+    few = {shape for shape in everywhere if shape[0] <= 1024}
+    assert shapes("eager", "train") == {*few, (8192, 75968)}
     shared = {(8192, 75968), (1024, 151936), (64, 75968)}
     assert shapes("dense", "train") == shapes("compile", "forward") == shared
+    assert shapes("triton", "forward") == shared
     assert shapes("compile", "train") == {*shared, (256, 75968), (1024, 75968)}
 
 

@@ -8,7 +8,7 @@ import torch
 import vocabtp.kernels as vk
 from vocabtp.kernels.testing import CASES, check_case
 from vocabtp.kernels.testing.cases import Case, run_case, truth_of
-from vocabtp.kernels.testing.inputs import normal
+from vocabtp.kernels.testing.inputs import masked, narrow, normal, views, wide
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +44,27 @@ def test_shards(call, device):
     width = normal().student.shape[-1]
     bounds = [(0, 0), (0, 300), (300, width)]
     check_case(Case(call.name, normal), device=device, bounds=bounds, slack=4.0)
+
+
+# the tests that support/sanitize.py runs: the eager path launches thousands of times more
+ALONE = [
+    *((make, torch.bfloat16, None) for make in (normal, narrow, wide, masked, views)),
+    (wide, torch.float32, None),
+    (normal, torch.float32, ((0, 0), (0, 300), (300, 1009))),
+]
+
+
+@pytest.mark.parametrize(("make", "dtype", "bounds"), ALONE)
+def test_kernels_alone(call, make, dtype, bounds, device):
+    case = Case(call.name, make)
+    inputs = make().to(dtype, device)
+    actual, truth = run_case(case, inputs, bounds=bounds), truth_of(case, inputs)
+    size = truth.size()
+    for kind, rtol in (("values", 0.0), ("grads", torch.finfo(dtype).eps / 2)):
+        for found, right in zip(getattr(actual, kind), getattr(truth, kind), strict=True):
+            torch.testing.assert_close(
+                found.double().cpu(), right, rtol=rtol + 4e-6, atol=4e-6 * size, equal_nan=True
+            )
 
 
 def test_batch_invariance(call, device):

@@ -8,6 +8,8 @@ import vocabtp.kernels as vk
 INF = float("inf")
 ROWS, WIDTH = 8_192, 75_968
 PLACES = (0, 4_000, 8_191)
+# the eager path launches a kernel for every few columns of every block of rows: fewer of them
+BACKENDS = [("triton", WIDTH), ("triton", WIDTH - 1), ("eager", 3_001)]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.large]
 
@@ -51,12 +53,11 @@ def same(got, want, rows=slice(None)):
         assert torch.equal(one, many[rows].to(one.dtype))
 
 
-@pytest.mark.parametrize(
-    ("backend", "width"), [("triton", WIDTH), ("triton", WIDTH - 1), ("eager", WIDTH - 1)]
-)
+@pytest.mark.parametrize(("backend", "width"), BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_row_has_the_same_bits_in_any_company(call, dtype, width, backend, rows):
     s, t, index, upstream = rows
+    index = index.clamp(max=width - 1)
     s, t = s.to(dtype)[:, :width], t.to(dtype)[:, :width]
     with vk.backend(backend):
         many = run(call, s, t, index, upstream)
@@ -70,12 +71,11 @@ def test_row_has_the_same_bits_in_any_company(call, dtype, width, backend, rows)
             same(run(call, s[some], t[some], index[some], upstream[some]), many, some)
 
 
-@pytest.mark.parametrize(
-    ("backend", "width"), [("triton", WIDTH), ("triton", WIDTH - 1), ("eager", WIDTH - 1)]
-)
+@pytest.mark.parametrize(("backend", "width"), BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_has_the_bits_of_the_same_numbers_in_fp32(call, dtype, width, backend, rows):
     s, t, index, upstream = (x[3_500:4_524] for x in rows)
+    index = index.clamp(max=width - 1)
     s, t = s.to(dtype)[:, :width], t.to(dtype)[:, :width]
     with vk.backend(backend):
         low = run(call, s, t, index, upstream)
