@@ -5,7 +5,12 @@ import json
 import pytest
 import torch
 
+import vocabtp.opsd.rollout as rollout_module
+from tiny_models import tiny_model
 from tiny_run import recorded, tiny_run
+from vocabtp.opsd.model import place_model
+from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.rollout import left_padded
 
 pytestmark = pytest.mark.gpu
 
@@ -57,16 +62,34 @@ def test_bfloat16_and_an_offloaded_teacher_resume_bit_for_bit(tmp_path):
         assert torch.equal(resumed["optimizer"][name], value)
 
 
+def end_early(monkeypatch, ends):
+    """The answer in row i of a batch ends after `ends[i]` tokens, every other one never does."""
+    pick = rollout_module._Picker.pick
+
+    def pick_and_end(self, logits, position):
+        tokens = pick(self, logits, position)
+        tokens = torch.where(tokens == 2, 3, tokens)
+        for row, length in ends.items():
+            if position == length - 1:
+                tokens[row] = 2
+        return tokens
+
+    monkeypatch.setattr(rollout_module._Picker, "pick", pick_and_end)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["sdpa", "math", "eager"])
-def test_long_prompts_with_early_ends_have_finite_gradients(tmp_path, attention, dtype):
-    """Left padding of very different widths beside answers that end at once."""
+def test_long_prompts_with_early_ends_have_finite_gradients(
+    tmp_path, monkeypatch, attention, dtype
+):
+    """Prompts of very different lengths, and answers to both kinds that end at once."""
     path = tiny_run(
         tmp_path,
         model={"max_position_embeddings": 4096, "hidden_size": 384, "head_dim": 64},
         student={"dtype": dtype},
         teacher={"dtype": dtype},
         rollout={"max_prompt_length": 2048, "max_response_length": 64, "temperature": 1.0},
+        data={"shuffle": False},
         training={
             "attention": attention,
             "micro_batch_size_per_gpu": 4,
@@ -74,10 +97,27 @@ def test_long_prompts_with_early_ends_have_finite_gradients(tmp_path, attention,
             "max_skipped_steps": 1,
         },
     )
-    rows = [{"prompt": f"{i}" * (2048 if i % 2 else i + 1)} for i in range(10)]
+    # in each batch of four a short and a long prompt of each kind of answer
+    rows = [{"prompt": f"{i % 10}" * (2048 if i % 2 else i + 1)} for i in range(12)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    end_early(monkeypatch, {0: 1, 1: 4})
     run = recorded(path, f"parallel.device={torch.accelerator.current_accelerator().type}")
+    assert [len(answer) for _, _, answer in run["answers"]] == [1, 4, 64, 64] * 3
     assert run["applied"] == [True] * 3
-    lengths = [len(answer) for _, _, answer in run["answers"]]
-    # the batch is what it claims to be
-    assert min(lengths) < 16 < 32 < max(lengths)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_long_padding_before_a_prompt_changes_no_logits(kind):
+    """Rows of attention without a key are left in the rollout: real tokens must not see them."""
+    window = {"sliding_window": 100} if kind == "mistral" else {}
+    sizes = {"max_position_embeddings": 4096, "hidden_size": 256, "head_dim": 64}
+    module = tiny_model(kind, **sizes, **window).to(torch.bfloat16)
+    module.set_attn_implementation("sdpa")
+    device = torch.accelerator.current_accelerator()
+    model = place_model(module, Layout(device=device), name="m", trainable=False)
+    prompts = [[5], [7] * 2048, [1, 2, 3] * 40, [9] * 1500]
+    with torch.no_grad():
+        tokens, mask = left_padded(prompts, 0, device)
+        together, _ = model.next_logits(tokens, mask)
+        alone = [model.next_logits(*left_padded([prompt], 0, device))[0] for prompt in prompts]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0.05, atol=0.05)

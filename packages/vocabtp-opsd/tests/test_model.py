@@ -213,8 +213,14 @@ def test_only_response_rows_meet_the_head():
 def test_masks_that_nothing_predicts_or_of_other_shapes_are_refused():
     model = place_model(tiny_model("llama"), Layout(), name="m", trainable=True)
     tokens, mask, response = batch([(2, 2)], 37, 1)
-    response[0, 0] = True
-    with pytest.raises(ValueError, match="column 0"):
+    for column in (0, 2):
+        # the first column, and the first token behind padding
+        mask[0, :column], marked = 0, response.clone()
+        marked[0, column] = True
+        with pytest.raises(ValueError, match="first token of a row"):
+            model.response_logits(tokens, mask, marked)
+    mask[0, 3] = 0
+    with pytest.raises(ValueError, match="marks padding"):
         model.response_logits(tokens, mask, response)
     with pytest.raises(ValueError, match=r"\[1, 4\], \[1, 4\] and \[1, 3\]"):
         model.response_logits(tokens, mask, response[:, 1:])

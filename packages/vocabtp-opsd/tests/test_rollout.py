@@ -330,3 +330,24 @@ def test_gradients_stay_on_and_every_end_id_ends():
         ends = [at for at, t in enumerate(before) if t in (2, token)]
         assert after == (before[: ends[0] + 1] if ends else before)
         assert cut == (not ends)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+def test_what_attention_makes_of_padding_reaches_no_answer(monkeypatch, kind):
+    """Padding before a prompt sees no key: kernels may answer such rows with any number."""
+    window = {"sliding_window": 5} if kind == "mistral" else {}
+    model = place_model(tiny_model(kind, **window), Layout(), name="m", trainable=True)
+    expected = answer(model).responses()
+    attend, empty = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attend_and_spoil(query, key, value, attn_mask=None, **options):
+        out = attend(query, key, value, attn_mask=attn_mask, **options)
+        if attn_mask is None:
+            return out
+        rows = ~attn_mask.any(dim=-1, keepdim=True)
+        empty.append(int(rows.sum()))
+        return out.masked_fill(rows, 1e4)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_and_spoil)
+    assert answer(model).responses() == expected
+    assert sum(empty) > 0

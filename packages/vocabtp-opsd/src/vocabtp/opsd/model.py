@@ -25,6 +25,7 @@ from vocabtp.opsd.model_files import (
     read_config,
     read_model,
 )
+from vocabtp.opsd.padding import position_ids, right_padded
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.sharding import shard_module
 from vocabtp.opsd.tp_plan import apply_plan, is_tied
@@ -68,19 +69,21 @@ class LanguageModel:
     ) -> Tensor:
         """Logits at the positions that predict response tokens; only those meet the head.
 
-        The token at column `t` is scored by the model's output at column `t - 1`.
+        Each token is scored by the model's output at the token before it. The model sees padding
+        on the right alone and no padding mask, so that attention has no row without a key: see
+        `vocabtp.opsd.padding`.
 
         Args:
             tokens: `[B, T]` ids.
-            attention_mask: `[B, T]`, 1 for tokens and 0 for padding on either side.
-            response_mask: `[B, T]` bool, True on response tokens; never in column 0.
+            attention_mask: `[B, T]`, 1 for tokens and 0 for padding, wherever it is.
+            response_mask: `[B, T]` bool, True on response tokens; never on a row's first token.
 
         Returns:
             `[rows, L]` in the dtype the model computes, rows in the order of
             `response_mask.nonzero()`; the model's own scaling and soft-capping are in it.
 
         Raises:
-            ValueError: The shapes differ, or the mask marks column 0.
+            ValueError: The shapes differ, or the mask marks padding or a row's first token.
         """
         if not tokens.shape == attention_mask.shape == response_mask.shape or tokens.dim() != 2:
             raise ValueError(
@@ -88,19 +91,16 @@ class LanguageModel:
                 f"shape, got {list(tokens.shape)}, {list(attention_mask.shape)} and "
                 f"{list(response_mask.shape)}"
             )
+        packed, columns = right_padded(tokens, attention_mask)
         rows, cols = response_mask.nonzero(as_tuple=True)
-        if bool((cols == 0).any()):
+        before = columns[rows, cols] - 1
+        if bool((before < 0).any()):
             raise ValueError(
-                "response_logits: response_mask marks column 0, which nothing predicts"
+                "response_logits: response_mask marks padding, or the first token of a row, which "
+                "nothing predicts"
             )
-        logits, _ = self._logits_at(
-            rows,
-            cols - 1,
-            input_ids=tokens,
-            attention_mask=attention_mask,
-            position_ids=position_ids(attention_mask),
-            use_cache=False,
-        )
+        # causal: what follows a token, padding too, has no part in its logits
+        logits, _ = self._logits_at(rows, before, input_ids=packed, use_cache=False)
         return logits
 
     def idle_logits(self) -> Tensor:
@@ -146,11 +146,6 @@ class LanguageModel:
         finally:
             handle.remove()
         return output.logits.squeeze(0), output
-
-
-def position_ids(attention_mask: Tensor) -> Tensor:
-    """`[B, T]` positions that count tokens only, so that padding on the left shifts nothing."""
-    return (attention_mask.cumsum(-1) - 1).clamp_min(0)
 
 
 @contextmanager
