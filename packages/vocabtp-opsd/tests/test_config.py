@@ -380,6 +380,7 @@ OTHER = {
     "training.max_steps": 7,
     "training.adam_betas": [0.5, 0.625],
     "data.chat_template": "tokenizer",
+    "deepspeed_config": {"steps_per_print": 7},
 }
 
 
@@ -451,48 +452,6 @@ def test_dump_is_read_back_to_an_equal_configuration(write, tmp_path):
     again = tmp_path / "again.yaml"
     again.write_text(config.dump(), encoding="utf-8")
     assert load_config(again) == config
-
-
-def test_deepspeed_example_configuration_is_read(tmp_path, caplog):
-    """Keys of the DeepSpeedExamples OPSD configuration keep their names."""
-    values = {
-        "student": {"model_name_or_path": "o/s", "dtype": "bfloat16", "trust_remote_code": False},
-        "teacher": {"model_name_or_path": "o/t", "dtype": "bfloat16", "offload_to_cpu": True},
-        "rollout": {
-            "engine": "hybrid_engine",
-            "max_prompt_length": 512,
-            "max_response_length": 128,
-            "temperature": 0,
-            "top_p": 1.0,
-            "top_k": -1,
-            "n_samples_per_prompt": 1,
-        },
-        "distillation": {"loss_type": "reverse_kl", "temperature": 1.0, "chunk_size": 64},
-        "training": {
-            "train_batch_size": 1,
-            "micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "learning_rate": 1e-06,
-            "weight_decay": 0.0,
-            "num_train_epochs": 1,
-            "max_steps": -1,
-            "warmup_steps": 0,
-            "save_steps": 500,
-            "logging_steps": 10,
-            "save_dir": "./ckpt",
-            "seed": 42,
-        },
-        "data": {"path": "p.jsonl", "prompt_field": "prompt", "shuffle": True},
-        "deepspeed_config": "ds.json",
-    }
-    path = tmp_path / "opsd.json"
-    path.write_text(json.dumps(values, indent=2))
-    with caplog.at_level(logging.WARNING, logger="vocabtp.opsd"):
-        config = load_config(path)
-    assert config.rollout.engine == "local"
-    assert config.for_world(1).training.learning_rate == 1e-6
-    assert "hybrid_engine is read as local" in caplog.text
-    assert "deepspeed_config is not read" in caplog.text
 
 
 def test_settings_without_effect_are_noticed(write, caplog):

@@ -24,13 +24,14 @@ class RuleError(ValueError):
         self.text = text
 
 
-def _numeric_string(value: Any) -> Any:
+def numeric_string(value: Any) -> Any:
+    """A number for a text that writes one; anything else as it is."""
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         return float(value)
     return value
 
 
-Float = Annotated[float, BeforeValidator(_numeric_string)]
+Float = Annotated[float, BeforeValidator(numeric_string)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]

@@ -130,6 +130,8 @@ def _type_name(annotation: Any) -> str:
         return "string"
     if origin is tuple:
         return f"[{', '.join(_type_name(a) for a in get_args(annotation))}]"
+    if origin is dict:
+        return "file or mapping"
     if origin in (Union, types.UnionType):
         return " or ".join(_type_name(a) for a in get_args(annotation))
     return names[annotation]

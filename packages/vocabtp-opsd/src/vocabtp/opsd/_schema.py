@@ -251,9 +251,10 @@ class Sections(Section):
     training: TrainingConfig = TrainingConfig()
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
-    deepspeed_config: Name | None = Field(
+    deepspeed_config: dict[str, Any] | None = Field(
         default=None,
-        description="DeepSpeed's own configuration file; the torch engine does not read it.",
+        description="DeepSpeed's own configuration: a JSON file or its content. What keys of the "
+        "sections say too must agree with them, or fills those that are left out.",
     )
 
     @model_validator(mode="after")

@@ -24,9 +24,12 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError
 
+from vocabtp.opsd._application import is_application, read_application
+from vocabtp.opsd._deepspeed_config import read_deepspeed, resolved, take_over, unresolved
 from vocabtp.opsd._document import Document, read_document, yaml_value
 from vocabtp.opsd._fields import RuleError
 from vocabtp.opsd._keys import KeyReference, nearest, reference, sections
+from vocabtp.opsd._notices import notices_of
 from vocabtp.opsd._schema import (
     TOKENIZER_TEMPLATE,
     DataConfig,
@@ -103,12 +106,16 @@ class Config(Sections):
             "micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
         }
-        return self.model_copy(update={"training": t.model_copy(update=sizes)})
+        filled = self.model_copy(update={"training": t.model_copy(update=sizes)})
+        return filled.model_copy(update={"deepspeed_config": filled._with_ours()})
 
     def flat(self) -> dict[str, Any]:
-        """Every key by its full name, with its value."""
+        """Every key by its full name, with its value.
+
+        `deepspeed_config` is without the values that other keys have already.
+        """
         out: dict[str, Any] = {}
-        for name, value in self.model_dump(mode="json").items():
+        for name, value in self._without_ours().items():
             if name in sections():
                 out.update({f"{name}.{key}": v for key, v in value.items()})
             else:
@@ -117,8 +124,20 @@ class Config(Sections):
 
     def dump(self) -> str:
         """The configuration as YAML that `load_config` reads back to an equal one."""
-        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(self._without_ours(), sort_keys=False, allow_unicode=True)
         return str(text)
+
+    def _with_ours(self) -> dict[str, Any] | None:
+        """DeepSpeed's configuration with the values of our keys."""
+        own = self.deepspeed_config
+        return None if own is None else resolved(own, self)
+
+    def _without_ours(self) -> dict[str, Any]:
+        """All keys, each value under one of them."""
+        values = self.model_dump(mode="json")
+        if self.deepspeed_config is not None:
+            values["deepspeed_config"] = unresolved(self.deepspeed_config, self)
+        return values
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -144,15 +163,21 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         target[name] = value
         where[key] = f"override {override!r}"
         base[key] = [Path(), file.parent]
+    if is_application(values):  # it is started in the folder above that of its configurations
+        base = {key: [*folders, file.parent.parent] for key, folders in base.items()}
+    notices = read_application(values, where)
     _refuse_unknown(values, where, str(file))
     _refuse_no_text(values, where)
     _resolve_paths(values, where, base)
+    if (reading := read_deepspeed(values, where)) is not None:
+        notices += take_over(reading, values, where)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_first_problem(error, where, str(file))) from None
-    _notices(config, values)
-    return config
+    for line in (*notices, *notices_of(config)):
+        _log.warning(line)
+    return config.model_copy(update={"deepspeed_config": config._with_ours()})
 
 
 def _merge_sections(file: Path, document: Document) -> dict[str, Any]:
@@ -272,20 +297,3 @@ def _batch_sizes(
     if steps is None:
         steps = max(1, train * samples // (micro * dp))
     return train, micro, steps
-
-
-def _notices(config: Config, values: dict[str, Any]) -> None:
-    if values.get("rollout", {}).get("engine") == "hybrid_engine":
-        _log.warning("rollout.engine: hybrid_engine is read as local")
-    r = config.rollout
-    if r.temperature == 0 and (r.top_p < 1 or r.top_k > 0):
-        _log.warning("rollout.top_p and top_k have no effect with rollout.temperature 0 (greedy)")
-    if config.deepspeed_config is not None:
-        _log.warning("deepspeed_config is not read with parallel.engine: torch")
-    t = config.training
-    if 0 < t.max_steps <= t.warmup_steps:
-        _log.warning(
-            "training.warmup_steps %d: the learning rate never reaches its peak in %d steps",
-            t.warmup_steps,
-            t.max_steps,
-        )
