@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import time
+
 import pytest
 import torch
 from torch import Tensor
 
 from vocabtp.cache import PinnedPool, TeacherLogitCache
+from vocabtp.cache._streams import side_stream
 from vocabtp.dist import VocabShard
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +34,19 @@ def busy() -> None:
     a = torch.ones(8192, 8192, device=device(), dtype=torch.bfloat16)
     for _ in range(20):
         a = a @ a
+
+
+def sleep(stream: torch.Stream | None = None, ms: float = 30.0) -> torch.Event:
+    """Hold a stream - the current one - for some milliseconds; an event behind that."""
+    stream = stream or torch.accelerator.current_stream()
+    with stream:
+        if device().type == "cuda":
+            torch.cuda._sleep(int(ms * 2_000_000))
+        else:
+            busy()
+        event = torch.Event(device())
+        event.record(stream)
+    return event
 
 
 LAYOUTS = {
@@ -157,14 +174,14 @@ def test_a_chunk_may_be_taken_on_another_stream():
 
 @pytest.mark.parametrize("drop", ["free", "garbage", "evicted"])
 def test_room_of_a_dropped_prefetch_outlasts_its_copy(drop):
-    cache = TeacherLogitCache.store(noise(4096, WIDTH))
+    size = 4096 * WIDTH * 2
+    cache = TeacherLogitCache.store(noise(4096, WIDTH), prefetch_bytes=size)
     torch.accelerator.synchronize()
     cache.prefetch(0, 4096)
     if drop == "free":
         cache.free()
     elif drop == "evicted":
         cache.prefetch(0, 1)
-        cache.prefetch(1, 2)
     else:
         del cache
     room = torch.empty(4096, WIDTH, device=device(), dtype=torch.bfloat16).fill_(7)
@@ -192,6 +209,147 @@ def test_a_host_that_runs_ahead_does_not_fill_the_device():
         total += chunk.view(-1)[:1].sum()
     grown = torch.accelerator.max_memory_reserved() - before
     assert grown <= 5 * (size * WIDTH * 2 + (2 << 20))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("stage", [1 << 20, 32 << 20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(2000, WIDTH), (3, 700, WIDTH)])
+def test_store_with_its_stream_asleep(monkeypatch, shape, layout, stage, donate):
+    """The source is made late, and overwritten or dropped at once; 24 MB, through 8 or 256 MiB."""
+    monkeypatch.setattr("vocabtp.cache._pinned.STAGE_BYTES", stage)
+    source, made = LAYOUTS[layout](torch.zeros(shape, device=device())), noise(*shape)
+    kept = made.bfloat16()
+    torch.accelerator.synchronize()
+    sleep()
+    source.copy_(made)
+    sleep(side_stream(device(), "out"))
+    cache = TeacherLogitCache.store(source, donate=donate)
+    if not donate:
+        source.fill_(7)
+    del source, made
+    room = torch.full(shape, 7.0, device=device())
+    assert torch.equal(cache.fetch(0, len(cache)), kept)
+    del room
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_store_holds_up_neither_the_host_nor_the_current_stream(donate):
+    source = noise(2000, WIDTH).bfloat16()
+    TeacherLogitCache.store(source, donate=donate).fetch(0, 2000)
+    torch.accelerator.synchronize()
+    asleep = sleep(side_stream(device(), "out"), ms=400)
+    start = time.perf_counter()
+    cache = TeacherLogitCache.store(source, donate=donate)
+    source + 1
+    torch.accelerator.current_stream().synchronize()
+    assert time.perf_counter() - start < 0.2
+    assert not asleep.query()
+    assert torch.equal(cache.fetch(0, 2000), source)
+
+
+@pytest.mark.parametrize("to", ["cpu", "same stream", "other stream"])
+@pytest.mark.parametrize("shape", [(2000, WIDTH), (3, 700, WIDTH)])
+def test_a_reader_waits_for_the_copies_to_the_host(shape, to):
+    source = noise(*shape).bfloat16()
+    for _ in range(2):
+        sleep(side_stream(device(), "out"))
+        cache = TeacherLogitCache.store(source + 0)
+        if to == "cpu":
+            assert torch.equal(cache.fetch(0, len(cache), "cpu"), source.cpu())
+            continue
+        home, other = torch.accelerator.current_stream(), torch.Stream(device())
+        with home if to == "same stream" else other:
+            chunk = cache.fetch(0, len(cache))
+        home.wait_stream(other)
+        assert torch.equal(chunk, source)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("asleep", ["out", "in"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_prefetch_with_a_stream_asleep(asleep, elsewhere):
+    """In order, from this stream or another, with readers that drop each chunk at once."""
+    source, pool = noise(4096, WIDTH).bfloat16(), PinnedPool()
+    truth = source.double().sum(-1)
+    home, other = torch.accelerator.current_stream(), torch.Stream(device())
+    for _ in range(2):
+        torch.accelerator.synchronize()
+        sleep(side_stream(device(), asleep))
+        cache = TeacherLogitCache.store(source + 0, pool=pool, prefetch_bytes=1500 * WIDTH * 2)
+        cache.prefetch(0, 4096, chunk=500)
+        sleep()
+        sums = []
+        for start in range(0, 4096, 500):
+            with other if elsewhere else home:
+                chunk = cache.fetch(start, min(4096, start + 500))
+                sleep(ms=2)
+                sums.append(chunk.double().sum(-1))
+                del chunk
+            torch.empty(500, WIDTH, device=device(), dtype=torch.bfloat16).fill_(7)
+        cache.free()
+        home.wait_stream(other)
+        torch.testing.assert_close(torch.cat(sums), truth)
+
+
+@pytest.mark.parametrize("asleep", ["out", "in", "both"])
+def test_free_with_copies_queued_behind_a_sleep(asleep):
+    """The next cache gets the same host memory while the copies of the last are still to come."""
+    pool = PinnedPool()
+    for _ in range(3):
+        first, second = noise(2000, WIDTH).bfloat16(), noise(2000, WIDTH).bfloat16()
+        torch.accelerator.synchronize()
+        for way in ("out", "in"):
+            if asleep in (way, "both"):
+                sleep(side_stream(device(), way))
+        cache = TeacherLogitCache.store(first, pool=pool)
+        cache.prefetch(0, 2000, chunk=500)
+        chunk = cache.fetch(0, 500)
+        cache.free()
+        following = TeacherLogitCache.store(second, pool=pool)
+        assert torch.equal(chunk, first[:500])
+        assert torch.equal(following.fetch(0, 2000), second)
+        following.free()
+    assert pool.nbytes <= 1.1 * 2000 * WIDTH * 2
+
+
+def test_prefetch_runs_beside_what_is_queued_next():
+    """All of a budget of chunks arrives while the current stream is held."""
+    cache = TeacherLogitCache.store(noise(4096, WIDTH), prefetch_bytes=2000 * WIDTH * 2)
+    cache.fetch(0, 1)
+    torch.accelerator.synchronize()
+    cache.prefetch(0, 4096, chunk=500)
+    asleep = sleep(ms=300)
+    side_stream(device(), "in").synchronize()
+    assert not asleep.query()
+    assert cache.prefetched_nbytes == 2000 * WIDTH * 2
+    torch.accelerator.synchronize()
+
+
+def test_nothing_is_on_the_device_after_an_exception():
+    """Case B44: without the cycle collector, the chunks and buffers of a step that fails."""
+    source, size = noise(4096, WIDTH), 500 * WIDTH * 2
+
+    def step() -> None:
+        with TeacherLogitCache.store(source, prefetch_bytes=2 * size) as cache:
+            cache.prefetch(0, 4096, chunk=500)
+            chunk = cache.fetch(0, 500)
+            chunk += 1
+            raise RuntimeError("the loss failed")
+
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the loss failed"):
+                step()
+            torch.accelerator.synchronize()
+            # the allocator looks at its events when it is asked for memory
+            torch.empty(1, device=device())
+            assert torch.accelerator.memory_allocated() == before
+    finally:
+        gc.enable()
 
 
 def test_a_cpu_cache_can_be_fetched_to_the_device():

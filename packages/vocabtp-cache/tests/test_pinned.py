@@ -49,58 +49,33 @@ def test_release_gives_back_once():
     assert pool.used_nbytes == other.nbytes == 1216
 
 
-class Device:
-    """An accelerator in name: tells what its streams were given, in order."""
-
-    def __init__(self, monkeypatch):
-        self.log = []
-        self.stream_id = 1
-        device = self
-
-        class Event:
-            def __init__(self, where):
-                assert where == torch.device("cpu")
-
-            def record(self, stream):
-                device.log.append(("record", stream.stream_id, self))
-
-            def query(self):
-                return False
-
-        plain = torch.Tensor.copy_
-
-        def copy(target, source, non_blocking=False):
-            assert non_blocking
-            device.log.append(("copy", device.stream_id, None))
-            return plain(target, source)
-
-        monkeypatch.setattr("vocabtp.cache._pinned.is_accelerator", lambda device: True)
-        monkeypatch.setattr("vocabtp.cache.teacher.is_accelerator", lambda device: False)
-        monkeypatch.setattr(torch.accelerator, "current_stream", lambda where: self)
-        monkeypatch.setattr(torch, "Event", Event)
-        monkeypatch.setattr(torch.Tensor, "copy_", copy)
-
-    def wait_event(self, event):
-        self.log.append(("wait", self.stream_id, event))
-
-
-def test_the_next_cache_waits_for_every_stream_that_used_the_memory(monkeypatch):
-    device, pool = Device(monkeypatch), PinnedPool()
-    cache = TeacherLogitCache.store(torch.zeros(40, 64), pool=pool)
-    for device.stream_id in (2, 3, 2):
-        cache.fetch(0, 40)
+@pytest.mark.usefixtures("poisoned")
+def test_the_next_cache_waits_for_every_stream_that_used_the_memory(late):
+    pool = PinnedPool()
+    first, second = torch.randn(40, 64), torch.randn(40, 64)
+    cache = TeacherLogitCache.store(first, dtype=torch.float32, pool=pool)
+    others, chunks = [late.Stream(), late.Stream()], []
+    for stream in (others[0], others[1], others[0]):
+        with stream:
+            chunks.append(cache.fetch(0, 40))
     events = set(cache._host._uses.values())
     assert len(events) == 3
-    for stream in (1, 2, 3):
-        kinds = [
-            kind
-            for kind, where, event in device.log
-            if where == stream and (kind == "copy" or event in events)
-        ]
-        assert kinds[-2:] == ["copy", "record"]
     cache.free()
-    device.log.clear()
-    device.stream_id = 4
-    TeacherLogitCache.store(torch.zeros(40, 64), pool=pool)
-    before = device.log[: [kind for kind, _, _ in device.log].index("copy")]
-    assert {event for kind, stream, event in before if (kind, stream) == ("wait", 4)} == events
+    assert all(event.query() for event in events)
+    following = TeacherLogitCache.store(second, dtype=torch.float32, pool=pool)
+    assert torch.equal(following.fetch(0, 40), second)
+    assert all(torch.equal(chunk, first) for chunk in chunks)
+
+
+def test_memory_is_not_written_before_its_readers_ended(late):
+    """As above without poison, whose writer waits by itself."""
+    pool = PinnedPool()
+    first, second = torch.randn(40, 64), torch.randn(40, 64)
+    cache = TeacherLogitCache.store(first, dtype=torch.float32, pool=pool)
+    with late.Stream():
+        chunk = cache.fetch(0, 40)
+    cache.free()
+    following = TeacherLogitCache.store(second, dtype=torch.float32, pool=pool)
+    assert not torch.equal(chunk, first)
+    assert torch.equal(following.fetch(0, 40), second)
+    assert torch.equal(chunk, first)

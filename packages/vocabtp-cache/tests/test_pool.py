@@ -133,7 +133,7 @@ def test_memory_comes_back_without_free_and_after_an_exception(monkeypatch):
     del cache
     gc.collect()
     assert pool.used_nbytes == 0
-    monkeypatch.setattr("vocabtp.cache.teacher.mark", lambda device: 1 / 0)
+    monkeypatch.setattr("vocabtp.cache.teacher.send", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         TeacherLogitCache.store(torch.zeros(4, 64), pool=pool)
     assert pool.used_nbytes == 0

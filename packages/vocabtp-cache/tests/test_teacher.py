@@ -351,36 +351,6 @@ def test_at_most_one_micro_batch_is_alive(fails_at):
     assert caches.alive == 0
 
 
-def test_at_most_two_prefetched_ranges_are_held(monkeypatch):
-    made = Count()
-    plain = TeacherLogitCache._room
-    monkeypatch.setattr(TeacherLogitCache, "_room", lambda *args: made(plain(*args)))
-    cache = TeacherLogitCache.store(noise(8, 2))
-    for start in range(7):
-        cache.prefetch(start, start + 1)
-        cache.prefetch(start, start + 1)
-        assert made.alive == min(start + 1, 2)
-    assert made.peak == 2
-    cache.fetch(6, 7)
-    assert made.alive == 1
-    cache.free()
-    assert made.alive == 0
-
-
-def test_a_prefetched_range_is_not_copied_again(monkeypatch):
-    made = Count()
-    plain = TeacherLogitCache._room
-    monkeypatch.setattr(TeacherLogitCache, "_room", lambda *args: made(plain(*args)))
-    cache = TeacherLogitCache.store(noise(8, 2))
-    cache.prefetch(0, 4)
-    cache.prefetch(4, 8, device="cpu:0")
-    chunks = [cache.fetch(0, 4, "cpu"), cache.fetch(4, 8)]
-    assert made.alive == 2
-    del chunks
-    cache.fetch(0, 4)
-    assert made.alive == 0
-
-
 def test_repr_tells_what_it_is():
     cache = TeacherLogitCache.store(noise(2, 3))
     assert repr(cache) == "TeacherLogitCache([2, 3], torch.bfloat16)"

@@ -1,4 +1,5 @@
 import math
+import weakref
 
 import pytest
 import torch
@@ -195,32 +196,32 @@ def test_no_row_gives_zero_and_a_zero_gradient():
     assert s.grad.abs().sum() == 0
 
 
-def test_teacher_rows_on_the_device_are_one_chunk_and_the_next():
-    """The chunk loop asks for the next chunk after it has the present one, and for none twice."""
-    calls = []
+@pytest.mark.parametrize(("budget", "most"), [(0, 1), (2, 2), (3, 2), (6, 3), (100, 3)])
+def test_teacher_rows_on_the_device_are_one_chunk_and_the_budgets(monkeypatch, budget, most):
+    """B44: all chunks are announced before the first is read, and each is copied once."""
+    alive, seen, calls = set(), [], []
+    room = TeacherLogitCache._room
 
-    class Watched(TeacherLogitCache):
-        def fetch(self, start, end, *args, **kwargs):
-            calls.append(("fetch", start, end))
-            return super().fetch(start, end, *args, **kwargs)
+    def counted(cache, key):
+        out = room(cache, key)
+        alive.add(key)
+        calls.append(key[:2])
+        weakref.finalize(out, alive.discard, key)
+        seen.append(len(alive))
+        return out
 
-        def prefetch(self, start, end, *args, **kwargs):
-            calls.append(("prefetch", start, end))
-            super().prefetch(start, end, *args, **kwargs)
-
-    cache = Watched.store(logits(7, 5, seed=1))
+    monkeypatch.setattr(TeacherLogitCache, "_room", counted)
+    cache = TeacherLogitCache.store(logits(7, 5, seed=1), prefetch_bytes=budget * 10)
     s = logits(7, 5).requires_grad_()
     loss = distill_loss(s, cache, chunk_size=3)
-    spans = [(0, 3), (3, 6), (6, 7)]
-    expected = [("fetch", *spans[0])]
-    for before in spans[1:]:
-        expected += [("prefetch", *before), ("fetch", *before)]
-    assert calls == expected
+    assert calls == [(0, 3), (3, 6), (6, 7)]
+    assert max(seen) == most
+    assert not alive
     # backward needs no teacher any more
     cache.free()
     loss.backward()
     assert s.grad.isfinite().all()
-    assert len(calls) == len(expected)
+    assert len(calls) == 3
 
 
 def test_row_metrics_are_those_of_the_distributions():
@@ -352,7 +353,7 @@ def test_three_routes_agree_at_every_tp(ranks, world, vocab):
 WRONG = {
     "student": ({"student_logits": [[1.0]]}, "student_logits must be Tensor, got list"),
     "student of ints": ({"student_logits": torch.zeros(4, 3).int()}, "must be floating-point"),
-    "teacher": ({"teacher": [[1.0]]}, "teacher must be Tensor or TeacherLogitCache, got list"),
+    "teacher": ({"teacher": [[1.0]]}, "teacher must be Tensor or TeacherCache, got list"),
     "mask": ({"response_mask": [1]}, "response_mask must be Tensor or None, got list"),
     "config": ({"config": {"beta": 1}}, "config must be the distillation section or None"),
     "normalizer": ({"normalizer": "x"}, "normalizer must be Tensor or int or float or None"),

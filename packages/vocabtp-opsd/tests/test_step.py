@@ -70,11 +70,12 @@ class World:
         self.student, self.teacher = student, teacher
         self.module = nn.Module()
         self.module.bias = nn.Parameter(torch.zeros(student[0].shape[1]))
-        self.caches = []
+        self.caches, self.ahead = [], []
+        self.budget = 1 << 20
         self.now = None
         self.most = 0
         model = SimpleNamespace(
-            response_logits=lambda *_: self.student[self.now] + self.module.bias,
+            response_logits=self.respond,
             shard=VocabShard(0, student[0].shape[1], student[0].shape[1]),
             module=self.module,
         )
@@ -90,9 +91,16 @@ class World:
     def generate(self, model, prompts, ids, **_):
         return Answer(prompts[0], [len(self.student[prompts[0]])], [False])
 
+    def respond(self, *_):
+        # what the loss will read is on its way before the student begins
+        self.ahead.append(self.caches[-1]().prefetched_nbytes)
+        return self.student[self.now] + self.module.bias
+
     def score(self, rollout, prompts):
         self.now = rollout.which
-        cache = TeacherLogitCache.store(self.teacher[self.now], dtype=torch.float32)
+        cache = TeacherLogitCache.store(
+            self.teacher[self.now], dtype=torch.float32, prefetch_bytes=self.budget
+        )
         self.caches.append(weakref.ref(cache))
         self.most = max(self.most, self.alive())
         return cache
@@ -150,8 +158,10 @@ def test_one_teacher_cache_is_alive_and_none_after_a_step_or_an_error(monkeypatc
     generator = torch.Generator().manual_seed(0)
     student = [torch.randn(64, 32, generator=generator) for _ in range(8)]
     world = World(monkeypatch, student, student[::-1], config(8, chunk_size=8))
+    world.budget = 20 * 32 * 4  # two of the eight chunks
     world.stepper.run(0)
     assert len(world.caches) == 8
+    assert world.ahead == [16 * 32 * 4] * 8
     assert world.most == 1
     assert world.alive() == 0
 

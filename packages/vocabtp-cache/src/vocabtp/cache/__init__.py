@@ -2,13 +2,15 @@
 
 from vocabtp.cache._identity import Identity
 from vocabtp.cache._version import __version__
+from vocabtp.cache.logits import TeacherLogitCache
 from vocabtp.cache.pool import PinnedPool, default_pool
 from vocabtp.cache.stream import TeacherLogitStream
-from vocabtp.cache.teacher import TeacherLogitCache
+from vocabtp.cache.teacher import TeacherCache
 
 __all__ = [
     "Identity",
     "PinnedPool",
+    "TeacherCache",
     "TeacherLogitCache",
     "TeacherLogitStream",
     "__version__",

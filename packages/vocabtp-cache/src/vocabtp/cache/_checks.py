@@ -1,4 +1,4 @@
-"""What `TeacherLogitCache.store` takes, and what it says about the rest."""
+"""What caches take, and what they say about the rest."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ def columns(shard: VocabShard | None) -> str:
     return f"columns [{shard.start}, {shard.end}) of {shard.global_size}"
 
 
-def check_source(logits: Tensor, shard: VocabShard | None, dtype: torch.dtype) -> None:
-    """Refuse what `TeacherLogitCache.store` cannot keep."""
-    where = "TeacherLogitCache.store:"
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"{where} logits must be a tensor, got {type(logits).__name__}")
-    if hasattr(logits, "to_local"):
+def check_source(where: str, name: str, source: Tensor, dtype: torch.dtype) -> None:
+    """Refuse what a cache cannot keep."""
+    if not isinstance(source, Tensor):
+        raise TypeError(f"{where} {name} must be a tensor, got {type(source).__name__}")
+    if hasattr(source, "to_local"):
         raise TypeError(
-            f"{where} logits must be a plain tensor, got {type(logits).__name__}; "
-            "pass logits.to_local() and its shard"
+            f"{where} {name} must be a plain tensor, got {type(source).__name__}; "
+            f"pass {name}.to_local() and its shard"
         )
-    if not logits.dtype.is_floating_point:
-        raise TypeError(f"{where} logits must be floating, got {logits.dtype}")
+    if not source.dtype.is_floating_point:
+        raise TypeError(f"{where} {name} must be floating, got {source.dtype}")
     if dtype not in DTYPES:
         raise TypeError(f"{where} dtype must be bfloat16, float16, float32 or float64, got {dtype}")
-    if logits.dim() not in (2, 3):
-        raise ValueError(f"{where} logits must be [rows, L] or [B, T, L], got {list(logits.shape)}")
+    if source.dim() not in (2, 3):
+        letter = "L" if name == "logits" else "H"
+        raise ValueError(
+            f"{where} {name} must be [rows, {letter}] or [B, T, {letter}], got {list(source.shape)}"
+        )
+
+
+def check_width(where: str, logits: Tensor, shard: VocabShard | None) -> None:
+    """Refuse columns that are not those of the shard; the last dimension of `logits` is theirs."""
     if shard is None:
         return
     if not isinstance(shard, VocabShard):
@@ -42,6 +48,23 @@ def check_source(logits: Tensor, shard: VocabShard | None, dtype: torch.dtype) -
             f"{where} the last dimension must be the shard's width, {shard.width} for "
             f"{columns(shard)}, got {list(logits.shape)}; pass this rank's columns only"
         )
+
+
+def _check_int(where: str, name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{where} {name} must be an int, got {type(value).__name__} {value!r}")
+    if value < least:
+        raise ValueError(f"{where} {name} must be at least {least}, got {value}")
+
+
+def check_budget(where: str, nbytes: int) -> None:
+    """Refuse what is no number of bytes for prefetched chunks."""
+    _check_int(where, "prefetch_bytes", nbytes, 0)
+
+
+def check_chunk(where: str, chunk: int) -> None:
+    """Refuse what is no size of a chunk."""
+    _check_int(where, "chunk", chunk, 1)
 
 
 def check_range(where: str, start: int, end: int, length: int) -> None:
@@ -58,7 +81,4 @@ def check_range(where: str, start: int, end: int, length: int) -> None:
 
 def check_entry(where: str, entry: int) -> None:
     """Refuse what is no number of a saved cache."""
-    if not isinstance(entry, int) or isinstance(entry, bool):
-        raise TypeError(f"{where} entry must be an int, got {type(entry).__name__} {entry!r}")
-    if entry < 0:
-        raise ValueError(f"{where} entry must be at least 0, got {entry}")
+    _check_int(where, "entry", entry, 0)

@@ -1,4 +1,4 @@
-"""Rows in host memory and their way to and from a device; device differences end here.
+"""Rows in host memory, and copies between them and a tensor on whatever device.
 
 Letters: N rows, L columns of this shard.
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vocabtp.cache._streams import is_accelerator, wait
 from vocabtp.cache.pool import PinnedPool, Segment
 
 # what a conversion on the source's device may take at a time
@@ -103,72 +104,3 @@ class HostRows:
         if key not in self._uses:
             self._uses[key] = torch.Event(device)
         self._uses[key].record(stream)
-
-
-class Arrival:
-    """A tensor that is being filled, on a side stream or - for the CPU - already.
-
-    Its memory comes from the stream that was current, so that a reader which drops its chunk
-    hands the memory to the next prefetch at once, in stream order: however far the host runs
-    ahead, the device holds a few chunks.
-
-    Args:
-        tensor: The tensor.
-        side: The stream that fills it, and current now; None for the CPU.
-        home: The stream whose pool its memory is from.
-    """
-
-    def __init__(
-        self, tensor: Tensor, side: torch.Stream | None = None, home: torch.Stream | None = None
-    ) -> None:
-        self._tensor: Tensor | None = tensor
-        self._side, self._home = side, home
-        self._filled = None if side is None else mark(tensor.device)
-
-    def take(self) -> Tensor:
-        """The tensor, safe to use on the current stream of its device; once."""
-        tensor, self._tensor = self._tensor, None
-        assert tensor is not None
-        if self._filled is not None:
-            stream = torch.accelerator.current_stream(tensor.device)
-            stream.wait_event(self._filled)
-            if stream != self._home:
-                tensor.record_stream(stream)
-        return tensor
-
-    def __del__(self) -> None:
-        # dropped before anyone waited for the copy: its memory must outlast it
-        if self._tensor is not None and self._side is not None:
-            self._tensor.record_stream(self._side)
-
-
-def is_accelerator(device: torch.device) -> bool:
-    """Whether copies to this device are queued on a stream."""
-    return device.type != "cpu"
-
-
-def resolve(device: torch.device | str) -> torch.device:
-    """The device with its index, so that "cuda" and "cuda:0" are one."""
-    target = torch.device(device)
-    if is_accelerator(target) and target.index is None:
-        return torch.device(target.type, torch.accelerator.current_device_index())
-    return torch.device("cpu") if target.type == "cpu" else target
-
-
-def mark(device: torch.device) -> torch.Event | None:
-    """An event behind all that is queued on the device's current stream."""
-    if not is_accelerator(device):
-        return None
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
-def wait(event: torch.Event | None, device: torch.device) -> None:
-    """Let the device's current stream - for the CPU this thread - wait for the event."""
-    if event is None:
-        return
-    if is_accelerator(device):
-        torch.accelerator.current_stream(device).wait_event(event)
-    else:
-        event.synchronize()

@@ -11,9 +11,9 @@ import torch
 
 from vocabtp.cache._checks import check_entry
 from vocabtp.cache._entries import count_entries
-from vocabtp.cache._pinned import resolve
+from vocabtp.cache._streams import resolve
+from vocabtp.cache.logits import TeacherLogitCache
 from vocabtp.cache.pool import PinnedPool
-from vocabtp.cache.teacher import TeacherLogitCache
 from vocabtp.dist import VocabShard
 
 

@@ -1,9 +1,9 @@
-"""The teacher's distribution between its forward pass and the student's loss.
+"""The teacher's distribution between its forward pass and the student's loss: what all kinds share.
 
 A teacher's logits of one step are too large to keep on the device while the student runs
-(8192 rows of 75,968 bf16 columns are 1.2 GB). `TeacherLogitCache` keeps this rank's columns
-in host memory, pinned if they came from an accelerator, and brings them back a chunk at a
-time. Nothing here communicates: every rank caches its own shard.
+(8192 rows of 75,968 bf16 columns are 1.2 GB). A cache keeps them, or what they can be made of,
+in host memory, pinned if they came from an accelerator, and brings them back a chunk at a time.
+Nothing here communicates: every rank caches its own shard.
 
 Letters: N rows, B sequences, T positions, L columns of this shard.
 """
@@ -19,29 +19,30 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vocabtp.cache._checks import DTYPES, check_entry, check_range, check_source, columns
-from vocabtp.cache._entries import MappedRows, new_part, read_entry, write_part
-from vocabtp.cache._files import DTYPE_OF
+from vocabtp.cache._ahead import Ahead, Key, Plan
+from vocabtp.cache._checks import DTYPES, check_chunk, check_entry, check_range, columns
+from vocabtp.cache._departure import send
+from vocabtp.cache._entries import MappedRows, new_part, write_part
 from vocabtp.cache._identity import Identity
-from vocabtp.cache._pinned import Arrival, HostRows, is_accelerator, mark, resolve, wait
+from vocabtp.cache._payload import Payload
+from vocabtp.cache._pinned import HostRows
+from vocabtp.cache._streams import is_accelerator, resolve, wait
 from vocabtp.cache.pool import PinnedPool, default_pool
 from vocabtp.dist import VocabShard
 
-# the current chunk and the next: more would defeat the purpose of the cache
-_PREFETCH_DEPTH = 2
 # what save() holds of the rows at a time
 _SAVE_BYTES = 32 << 20
 
-_Key = tuple[int, int, torch.device]
 
+class TeacherCache:
+    """This rank's columns of a teacher's logits, off the device until they are fetched.
 
-class TeacherLogitCache:
-    """This rank's columns of a teacher's logits, in host memory.
-
-    Made by `store` or `open`, read by `fetch`, emptied by `free`. As a context manager it is
-    freed at the end of the block, also when the block raises:
+    The kinds are `TeacherLogitCache` and `TeacherHiddenCache`; they differ in what waits on the
+    host and in `store`. As a context manager a cache is freed at the end of the block, also when
+    the block raises:
 
         with TeacherLogitCache.store(teacher_logits, shard) as cache:
+            cache.prefetch(0, len(cache), chunk=512)
             for start in range(0, len(cache), 512):
                 chunk = cache.fetch(start, min(start + 512, len(cache)))
 
@@ -51,147 +52,65 @@ class TeacherLogitCache:
     def __init__(
         self,
         host: HostRows | MappedRows,
+        payload: Payload,
         shape: torch.Size,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         shard: VocabShard | None,
         identity: Identity,
+        prefetch_bytes: int,
     ) -> None:
         self._host: HostRows | MappedRows | None = host
+        self._payload = payload
         self._shape = shape
-        self._dtype = dtype
+        # of the rows on the host; of what fetch returns
+        self._stored_dtype, self._dtype = dtypes
         self._shard = shard
         self._identity = identity
         self._device = torch.device("cpu")
         self._stored: torch.Event | None = None
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._arrivals: dict[_Key, Arrival] = {}
+        per_position = shape[:-2].numel() * self.row_nbytes
+        self._ahead = Ahead(prefetch_bytes, per_position)
 
     @classmethod
-    def store(
+    def _sent(
         cls,
-        logits: Tensor,
-        shard: VocabShard | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        source: Tensor,
+        payload: Payload,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        shard: VocabShard | None,
+        identity: Identity,
+        prefetch_bytes: int,
         *,
-        teacher: str | None = None,
-        tokens: Tensor | None = None,
-        positions: Tensor | None = None,
-        pool: PinnedPool | None = None,
+        columns: int,
+        donated: bool,
+        pool: PinnedPool | None,
     ) -> Self:
-        """Copy a teacher's logits to host memory.
-
-        The rows are copied, never aliased: the source may be overwritten or freed right
-        after. From an accelerator the copy is queued on its current stream and not waited
-        for; whoever writes to the source on another stream orders the two as usual.
-
-        Args:
-            logits: `[N, L]` packed rows or `[B, T, L]`, of any strides, floating, on any
-                device. Detached if it requires grad. N, B, T and L may be 0.
-            shard: The columns that these are. `fetch` refuses another one.
-            dtype: What the rows are kept as: bfloat16, float16, float32 or float64.
-                Conversion rounds and overflows as `Tensor.to` does.
-            teacher: Name of the model, for `check` and `save`.
-            tokens: The ids that the teacher read, integers of any shape; only their digest is
-                kept. Reading them waits for an accelerator that they are on.
-            positions: Where the rows come from, integers or a mask, likewise.
-            pool: Who lends the host memory. None is the process's own `default_pool()` for rows
-                from an accelerator, and memory of this cache alone for rows from the CPU.
-
-        Returns:
-            The filled cache.
-
-        Raises:
-            TypeError: `logits` is no plain floating tensor, `shard` no `VocabShard`, `dtype`
-                none of the four, `teacher` no string, or ids are no integers.
-            ValueError: `logits` has another number of dimensions, or a last dimension other
-                than `shard.width`, or the pool's limit forbids it.
-        """
-        check_source(logits, shard, dtype)
-        identity = Identity.of("TeacherLogitCache.store:", teacher, tokens, positions)
+        """A cache of these rows, whose copies are on their way to the host."""
         with torch.no_grad():
-            sequences = logits if logits.dim() == 3 else logits.unsqueeze(0)
-            batch, length, width = sequences.shape
-            device = logits.device
+            device = source.device
+            rows = source.detach()
+            rows = rows if rows.dim() == 3 else rows.unsqueeze(0)
             if pool is None and is_accelerator(device):
                 pool = default_pool()
-            host = HostRows(batch * length, width, dtype, pool)
-            cache = cls(host, logits.shape, dtype, shard, identity)
+            host = HostRows(rows.shape[0] * rows.shape[1], payload.width, dtypes[0], pool)
+            shape = torch.Size((*source.shape[:-1], columns))
+            cache = cls(host, payload, shape, dtypes, shard, identity, prefetch_bytes)
             try:
-                for b in range(batch):
-                    host.write(b * length, sequences[b].detach())
                 cache._device = device
-                cache._stored = mark(device)
+                cache._stored = send(host, rows, dtypes[0], donated=donated)
             except BaseException:
                 cache.free()
                 raise
         return cache
 
-    @classmethod
-    def open(
-        cls,
-        directory: str | os.PathLike[str],
-        shard: VocabShard | None = None,
-        *,
-        entry: int = 0,
-        device: torch.device | str | None = None,
-        verify: bool = True,
-        teacher: str | None = None,
-        tokens: Tensor | None = None,
-        positions: Tensor | None = None,
-        pool: PinnedPool | None = None,
-    ) -> Self:
-        """A cache that `save` wrote, its rows read from the files when they are asked for.
-
-        Args:
-            directory: What `save` was given.
-            shard: The columns to read, of whatever ranks wrote them; None for all columns.
-            entry: Which cache of the directory.
-            device: Where `fetch` brings rows by default; None is the CPU.
-            verify: Compare the files that hold these columns with their checksums, which reads
-                them once. Sizes and indexes are checked in any case.
-            teacher: If given, must be the name that the cache was stored with.
-            tokens: Likewise.
-            positions: Likewise.
-            pool: Through whose memory rows go to an accelerator; None is `default_pool()`.
-
-        Returns:
-            The cache, of the shape that was stored apart from the width.
-
-        Raises:
-            TypeError: As for `store`, or `entry` is no int.
-            ValueError: The entry is missing, incomplete, truncated or altered (the message names
-                the file), is of another vocabulary than `shard`, or of another identity.
-        """
-        where = "TeacherLogitCache.open:"
-        check_entry(where, entry)
-        expected = Identity.of(where, teacher, tokens, positions)
-        folder = Path(directory)
-        parts = read_entry(folder, entry)
-        first = parts[0]
-        whole = parts[-1].end
-        if shard is None and first.global_size is not None:
-            shard = VocabShard(0, whole, whole)
-        if shard is not None and shard.global_size != whole:
-            raise ValueError(
-                f"{where} entry {entry} of {folder} holds a vocabulary of {whole} columns, got "
-                f"{columns(shard)}"
-            )
-        start, end = (0, whole) if shard is None else (shard.start, shard.end)
-        if problem := first.identity.mismatch(expected):
-            raise ValueError(f"{where} entry {entry} of {folder}: {problem}")
-        host = MappedRows(folder, parts, start, end, verify=verify, pool=pool)
-        shape = torch.Size((*first.shape[:-1], end - start))
-        cache = cls(host, shape, DTYPE_OF[first.dtype], shard, first.identity)
-        cache._device = cache._target(device)
-        return cache
-
     def save(self, directory: str | os.PathLike[str], *, entry: int = 0) -> None:
-        """Write the rows to files that `open` reads, at this or any other TP size.
+        """Write the columns to files that `TeacherLogitCache.open` reads, at any TP size.
 
-        Every rank of the shard's group saves to the same directory, each its own columns: one
-        safetensors file and, when that is complete and on the disk, its index. A save that did
-        not end leaves an entry that `open` refuses, and every other entry as it was. Nothing is
-        overwritten. An empty shard writes nothing.
+        What is written is what `fetch` returns, whatever the kind. Every rank of the shard's group
+        saves to the same directory, each its own columns: one safetensors file and, when that is
+        complete and on the disk, its index. A save that did not end leaves an entry that `open`
+        refuses, and every other entry as it was. Nothing is overwritten. An empty shard writes
+        nothing.
 
         Args:
             directory: Made if it does not exist.
@@ -204,7 +123,7 @@ class TeacherLogitCache:
             OSError: The files could not be written.
         """
         host = self._open("save")
-        check_entry("TeacherLogitCache.save:", entry)
+        check_entry(self._where("save"), entry)
         shard, width = self._shard, self._shape[-1]
         if shard is not None and not width and shard.global_size:
             return
@@ -212,7 +131,6 @@ class TeacherLogitCache:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         part = new_part(entry, tuple(self._shape), self._dtype, bounds, self._identity)
-        wait(self._stored, torch.device("cpu"))
         write_part(folder, part, self._dtype, self._chunks(host))
 
     def check(
@@ -238,7 +156,7 @@ class TeacherLogitCache:
             TypeError: As for `store`.
             ValueError: Something differs; the message says what.
         """
-        where = "TeacherLogitCache.check:"
+        where = self._where("check")
         self._check_shard(where, shard)
         expected = Identity.of(where, teacher, tokens, positions)
         if problem := self._identity.mismatch(expected):
@@ -258,13 +176,14 @@ class TeacherLogitCache:
         What comes back belongs to the caller, who may write to it; the cache keeps its own.
         On an accelerator it is ready for work queued on the current stream, without a wait
         of the host. A range that was prefetched to this device is handed over; any other is
-        copied now.
+        copied now. Then as many chunks of what `prefetch(chunk=)` announced start on their way
+        as the budget allows.
 
         Args:
             start: First row or position, at least 0.
             end: One past the last, at most `len(cache)`. Equal to `start` gives no rows.
             device: Where to; None is the device that the rows came from.
-            dtype: Of the result; None keeps the stored one.
+            dtype: Of the result; None keeps that of the cache. Converted on the device.
             shard: If given, must equal the shard that the cache was filled from.
 
         Returns:
@@ -274,63 +193,60 @@ class TeacherLogitCache:
             TypeError: `start` or `end` is no int, or `dtype` is not floating.
             ValueError: The cache was freed, the range is out of bounds, or `shard` is another.
         """
-        key, host = self._locate("fetch", start, end, device)
-        self._check_shard("TeacherLogitCache.fetch:", shard)
+        key, target = self._locate("fetch", start, end, device)
+        self._check_shard(self._where("fetch"), shard)
         if dtype is not None and dtype not in DTYPES:
             raise TypeError(
-                "TeacherLogitCache.fetch: dtype must be bfloat16, float16, float32 or float64, "
+                f"{self._where('fetch')} dtype must be bfloat16, float16, float32 or float64, "
                 f"got {dtype}"
             )
         # inference mode would mark the chunk, and the loss could not save it for backward
         with torch.inference_mode(False), torch.no_grad():
-            arrival = self._arrivals.pop(key, None)
-            if arrival is None:
-                chunk = self._room(key)
-                self._fill(host, key, chunk)
-            else:
-                chunk = arrival.take()
-            return chunk if dtype is None else chunk.to(dtype)
+            rows = self._ahead.take(key)
+            if rows is None:
+                rows = self._room(key)
+                self._fill(key, rows)
+            self._ahead.go_on(self._room, self._fill)
+            return self._payload.columns(rows).to(target, self._dtype if dtype is None else dtype)
 
-    def prefetch(self, start: int, end: int, device: torch.device | str | None = None) -> None:
-        """Start the copy of a range that `fetch` will ask for.
+    def prefetch(
+        self,
+        start: int,
+        end: int,
+        device: torch.device | str | None = None,
+        *,
+        chunk: int | None = None,
+    ) -> None:
+        """Start the copy of what `fetch` will ask for.
 
-        On an accelerator the copy runs on a stream of its own. It starts after the work that
-        the current stream has been given so far and runs beside what comes later, so ask for
-        the next range before queuing the work on this one. Elsewhere the copy is made at once.
-        The cache holds two prefetched ranges
-        at most and drops the older one for a third. A prefetch changes what `fetch` costs
-        and never what it returns.
+        On an accelerator the copies run on a stream of their own. They start after the work that
+        the current stream has been given so far and run beside what comes later, so announce a
+        range before queuing the work that hides it. Elsewhere the copies are made at once.
+        Chunks that were prefetched and not fetched take `prefetch_bytes` at most. A prefetch
+        changes what `fetch` costs and never what it returns.
 
         Args:
             start: As for `fetch`.
             end: As for `fetch`.
             device: As for `fetch`.
+            chunk: The range will be fetched in order, so many rows or positions at a time: as
+                many chunks as the budget allows start now, and one more whenever a `fetch` makes
+                room. Replaces what was prefetched of other ranges. None is one chunk; older ones
+                are dropped where it would not fit, and one above the budget does not start.
 
         Raises:
-            TypeError: `start` or `end` is no int.
-            ValueError: The cache was freed, or the range is out of bounds.
+            TypeError: `start`, `end` or `chunk` is no int.
+            ValueError: The cache was freed, the range is out of bounds, or `chunk` is below 1.
         """
-        key, host = self._locate("prefetch", start, end, device)
-        if key in self._arrivals:
-            return
-        while len(self._arrivals) >= _PREFETCH_DEPTH:
-            del self._arrivals[next(iter(self._arrivals))]
-        target = key[2]
+        key, _ = self._locate("prefetch", start, end, device)
+        if chunk is not None:
+            check_chunk(self._where("prefetch"), chunk)
         # as in fetch
         with torch.inference_mode(False), torch.no_grad():
-            out = self._room(key)
-            if not is_accelerator(target):
-                self._fill(host, key, out)
-                self._arrivals[key] = Arrival(out)
-                return
-            if target not in self._streams:
-                self._streams[target] = torch.Stream(target)
-            side, home = self._streams[target], torch.accelerator.current_stream(target)
-            # the room may be what a reader queued before this has just left
-            side.wait_stream(home)
-            with side:
-                self._fill(host, key, out)
-                self._arrivals[key] = Arrival(out, side, home)
+            if chunk is None:
+                self._ahead.ask(key, self._room, self._fill)
+            else:
+                self._ahead.plan(Plan(start, end, chunk, key[2]), self._room, self._fill)
 
     def free(self) -> None:
         """Give the memory back, prefetched ranges included. Freeing twice is fine.
@@ -340,19 +256,23 @@ class TeacherLogitCache:
         if self._host is not None:
             self._host.release()
         self._host = None
-        self._arrivals.clear()
-        self._streams.clear()
+        self._ahead.clear()
         self._stored = None
 
     @property
     def shape(self) -> torch.Size:
-        """`[N, L]` or `[B, T, L]`, as stored."""
+        """`[N, L]` or `[B, T, L]`: of all that can be fetched."""
         return self._shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the rows are kept as."""
+        """Of what `fetch` returns."""
         return self._dtype
+
+    @property
+    def payload(self) -> str:
+        """What waits on the host: "logits" or "hidden"."""
+        return self._payload.kind
 
     @property
     def shard(self) -> VocabShard | None:
@@ -365,9 +285,14 @@ class TeacherLogitCache:
         return self._identity
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row on the host."""
+        return self._payload.width * self._stored_dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the rows: the product of `shape` times the size of an element."""
-        return self._shape.numel() * self._dtype.itemsize
+        """Bytes of all rows on the host: their number times `row_nbytes`."""
+        return self._shape[:-1].numel() * self.row_nbytes
 
     @property
     def allocated_nbytes(self) -> int:
@@ -376,6 +301,16 @@ class TeacherLogitCache:
         0 once freed, and for an opened cache: pages of its files belong to the system.
         """
         return 0 if self._host is None else self._host.nbytes
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Bytes that prefetched chunks take on a device at most."""
+        return self._ahead.budget
+
+    @property
+    def prefetched_nbytes(self) -> int:
+        """Bytes of the chunks that were prefetched and not fetched."""
+        return self._ahead.nbytes
 
     @property
     def closed(self) -> bool:
@@ -399,22 +334,29 @@ class TeacherLogitCache:
 
     def __repr__(self) -> str:
         state = ", freed" if self.closed else ""
-        return f"TeacherLogitCache({list(self._shape)}, {self._dtype}{state})"
+        return f"{type(self).__name__}({list(self._shape)}, {self._dtype}{state})"
+
+    @classmethod
+    def _where(cls, what: str) -> str:
+        """How an error of this method begins."""
+        return f"{cls.__name__}.{what}:"
 
     def _open(self, what: str) -> HostRows | MappedRows:
         if self._host is None:
             raise ValueError(
-                f"TeacherLogitCache.{what}: the cache was freed; read it before free() or the "
-                "end of its with block"
+                f"{self._where(what)} the cache was freed; read it before free() or the end of "
+                "its with block"
             )
         return self._host
 
     def _locate(
         self, what: str, start: int, end: int, device: torch.device | str | None
-    ) -> tuple[_Key, HostRows | MappedRows]:
-        host = self._open(what)
-        check_range(f"TeacherLogitCache.{what}:", start, end, len(self))
-        return (start, end, self._target(device)), host
+    ) -> tuple[Key, torch.device]:
+        """Which rows have to be where, and where the result is wanted."""
+        self._open(what)
+        check_range(self._where(what), start, end, len(self))
+        target = self._target(device)
+        return (start, end, self._payload.place(target)), target
 
     def _check_shard(self, where: str, shard: VocabShard | None) -> None:
         if shard is not None and shard != self._shard:
@@ -427,15 +369,16 @@ class TeacherLogitCache:
     def _target(self, device: torch.device | str | None) -> torch.device:
         return self._device if device is None else resolve(device)
 
-    def _room(self, key: _Key) -> Tensor:
-        """An empty tensor for this range, in the stored dtype."""
-        shape = (*self._shape[:-2], key[1] - key[0], self._shape[-1])
-        return torch.empty(shape, dtype=self._dtype, device=key[2])
+    def _room(self, key: Key) -> Tensor:
+        """An empty tensor for the rows of this range."""
+        shape = (*self._shape[:-2], key[1] - key[0], self._payload.width)
+        return torch.empty(shape, dtype=self._stored_dtype, device=key[2])
 
-    def _fill(self, host: HostRows | MappedRows, key: _Key, out: Tensor) -> None:
+    def _fill(self, key: Key, out: Tensor) -> None:
         """Copy this range to `out`, on the current stream of its device."""
-        start, _, target = key
-        wait(self._stored, target)
+        host = self._open("fetch")
+        start, _, device = key
+        wait(self._stored, device)
         if out.dim() == 2:
             host.read(start, out)
             return
@@ -443,12 +386,14 @@ class TeacherLogitCache:
             host.read(b * len(self) + start, out[b])
 
     def _chunks(self, host: HostRows | MappedRows) -> Iterator[Tensor]:
-        """The rows in order, `_SAVE_BYTES` at a time; each piece until the next is asked for."""
-        width = self._shape[-1]
+        """The columns in row order, `_SAVE_BYTES` at a time; each until the next is asked for."""
+        width, cpu = self._shape[-1], torch.device("cpu")
         rows = self._shape[:-1].numel() if width else 0
         step = max(1, min(rows, _SAVE_BYTES // max(1, width * self._dtype.itemsize)))
-        room = torch.empty(step, width, dtype=self._dtype, device="cpu")
+        place = self._payload.place(cpu)
+        room = torch.empty(step, self._payload.width, dtype=self._stored_dtype, device=place)
+        wait(self._stored, place)
         for start in range(0, rows, step):
             piece = room[: min(step, rows - start)]
             host.read(start, piece)
-            yield piece
+            yield self._payload.columns(piece).to(cpu, self._dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vocabtp.cache import TeacherLogitCache
+from vocabtp.cache import TeacherCache
 from vocabtp.dist import VocabShard
 
 
@@ -14,7 +14,7 @@ def check_types(
     """Refuse what is not of the kinds that the arguments have."""
     wanted: dict[str, tuple[object, type | tuple[type, ...]]] = {
         "student_logits": (student, Tensor),
-        "teacher": (teacher, (Tensor, TeacherLogitCache)),
+        "teacher": (teacher, (Tensor, TeacherCache)),
         "response_mask": (mask, (Tensor, type(None))),
         "shard": (shard, (VocabShard, type(None))),
         "normalizer": (normalizer, (Tensor, int, float, type(None))),

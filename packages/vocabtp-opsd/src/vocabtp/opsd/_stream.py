@@ -1,8 +1,8 @@
 """The chunk loop of the loss, as one autograd node.
 
 A chunk's values and its student gradient are formed before the next chunk of the teacher arrives,
-so that one chunk of the teacher (and the one that is on its way) is on the device, whatever the
-number of rows. A row's value and gradient do not depend on its neighbours and the values are
+so that of the teacher one chunk, and those that its cache may prefetch, are on the device, whatever
+the number of rows. A row's value and gradient do not depend on its neighbours and the values are
 summed once, at the end: the chunk size is bitwise neutral.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocabtp.cache import TeacherLogitCache
+from vocabtp.cache import TeacherCache
 from vocabtp.dist import (
     VocabShard,
     gather_vocab,
@@ -90,7 +90,7 @@ class Stream:
     def __init__(
         self,
         spec: LossSpec,
-        teacher: Tensor | TeacherLogitCache,
+        teacher: Tensor | TeacherCache,
         mask: Tensor | None,
         shard: VocabShard | None,
         normalizer: Tensor | float | None,
@@ -116,15 +116,13 @@ class Stream:
         # chunk_size counts rows; a position of a [B, T, L] input is B rows
         step = max(1, self.spec.chunk_size // (student.shape[0] if dim else 1))
         spans = [(a, min(a + step, total)) for a in range(0, total, step)]
-        fetch, prefetch = self._reader(student)
+        fetch = self._reader(student, total, step)
         grad = torch.empty_like(student, memory_format=torch.contiguous_format)
         weight = self._weight(student)
         values = []
-        for i, (a, b) in enumerate(spans):
+        for a, b in spans:
             rows = student.narrow(dim, a, b - a).requires_grad_(with_grad)
             teacher = fetch(a, b)
-            if i + 1 < len(spans):
-                prefetch(*spans[i + 1])
             with torch.set_grad_enabled(with_grad):
                 value = row_values(rows, teacher, self.spec, self.shard)
             if with_grad:
@@ -133,6 +131,8 @@ class Stream:
             if self.collect is not None:
                 self._observe(rows.detach(), teacher, a, b)
             values.append(value.detach())
+            # before the next one: its room is then free
+            del teacher
         return self._sum(values, student, dim), grad if with_grad else None
 
     def _weight(self, student: Tensor) -> Tensor:
@@ -166,22 +166,15 @@ class Stream:
         assert self.collect is not None
         self.collect.append(found)
 
-    def _reader(
-        self, student: Tensor
-    ) -> tuple[Callable[[int, int], Tensor], Callable[[int, int], None]]:
+    def _reader(self, student: Tensor, total: int, step: int) -> Callable[[int, int], Tensor]:
         teacher, device, dim = self.teacher, student.device, student.ndim - 2
         if isinstance(teacher, Tensor):
             logits = teacher.detach()
-            return (
-                lambda a, b: logits.narrow(dim, a, b - a).to(device),
-                lambda a, b: None,
-            )
+            return lambda a, b: logits.narrow(dim, a, b - a).to(device)
         # a cache that was not told its shard cannot compare
         known = None if teacher.shard is None else self.shard
-        return (
-            lambda a, b: teacher.fetch(a, b, device=device, shard=known),
-            lambda a, b: teacher.prefetch(a, b, device=device),
-        )
+        teacher.prefetch(0, total, device=device, chunk=step)
+        return lambda a, b: teacher.fetch(a, b, device=device, shard=known)
 
 
 class StreamedLoss(torch.autograd.Function):

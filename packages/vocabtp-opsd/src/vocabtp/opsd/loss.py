@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocabtp.cache import TeacherLogitCache
+from vocabtp.cache import TeacherCache
 from vocabtp.dist import VocabShard, agree
 from vocabtp.opsd._arguments import check_types
 from vocabtp.opsd._loss_spec import LossSpec
@@ -27,7 +27,7 @@ __all__ = ["ROW_METRICS", "LossSpec", "distill_loss", "row_metrics"]
 
 def distill_loss(
     student_logits: Tensor,
-    teacher: Tensor | TeacherLogitCache,
+    teacher: Tensor | TeacherCache,
     response_mask: Tensor | None = None,
     config: DistillationConfig | LossSpec | None = None,
     shard: VocabShard | None = None,
@@ -94,7 +94,7 @@ def distill_loss(
 
 
 def _rows(
-    student: Tensor, teacher: Tensor | TeacherLogitCache, mask: Tensor | None, aligned: bool
+    student: Tensor, teacher: Tensor | TeacherCache, mask: Tensor | None, aligned: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The student's rows in the teacher's form, and which of them count (None: all)."""
     counted = row_mask(student, mask, aligned)
@@ -112,11 +112,11 @@ def _rows(
 def _check_route(
     spec: LossSpec,
     student: Tensor,
-    teacher: Tensor | TeacherLogitCache,
+    teacher: Tensor | TeacherCache,
     shard: VocabShard | None,
 ) -> None:
     if shard is None:
-        kept = teacher.shard if isinstance(teacher, TeacherLogitCache) else None
+        kept = teacher.shard if isinstance(teacher, TeacherCache) else None
         if kept is not None and kept.width != kept.global_size:
             # a softmax over these columns alone would look like a distribution
             raise ValueError(
@@ -134,7 +134,7 @@ def _check_route(
             f"loss_backend dense needs whole heads, got columns {shard.start} to {shard.end} of "
             f"{shard.global_size}; use vocab_parallel or gathered"
         )
-    if isinstance(teacher, TeacherLogitCache) and teacher.shard not in (None, shard):
+    if isinstance(teacher, TeacherCache) and teacher.shard not in (None, shard):
         raise ValueError(
             f"the teacher was stored for another shard than columns {shard.start} to {shard.end} "
             f"of {shard.global_size}: store its logits with the student's shard"

@@ -72,7 +72,8 @@ class _Times:
                 yield
         finally:
             if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
+                # the teacher's rows may still be on their way to the host
+                torch.accelerator.current_stream(self.device).synchronize()
             self.seconds[name] += time.perf_counter() - start
 
     def close(self) -> float:
@@ -242,6 +243,8 @@ class Stepper:
         with times.phase("teacher"):
             cache = self.models.teacher.score(rollout, self.prompts.for_teacher(indices))
         with cache, times.phase("student"):
+            # behind the forward, as far as the cache's budget goes
+            cache.prefetch(0, len(cache), chunk=self.spec.chunk_size)
             logits = self.models.student.response_logits(
                 rollout.tokens, rollout.attention_mask, rollout.response_mask
             )

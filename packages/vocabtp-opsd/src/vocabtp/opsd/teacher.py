@@ -63,7 +63,9 @@ class Teacher:
         with torch.no_grad(), evaluating(module), self._on_device():
             logits = self.model.response_logits(tokens, attention_mask, response_mask)
         release(module)
-        return TeacherLogitCache.store(logits, shard=self.model.shard, dtype=module.dtype)
+        return TeacherLogitCache.store(
+            logits, shard=self.model.shard, dtype=module.dtype, donate=True
+        )
 
     def idle(self) -> None:
         """Take part in a `score` of other data-parallel copies, without a sample of one's own.

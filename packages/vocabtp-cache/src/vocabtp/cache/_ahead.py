@@ -1,0 +1,114 @@
+"""Which chunks of a cache are on their way to a device: never more bytes than the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vocabtp.cache._streams import Arrival, is_accelerator, side_stream
+
+# two gigabytes: 8192 rows of 75,968 bf16 columns, behind a student's forward
+PREFETCH_BYTES = 2 << 30
+
+Key = tuple[int, int, torch.device]
+# makes an empty tensor for a range; fills it on the current stream of its device
+Room = Callable[[Key], Tensor]
+Fill = Callable[[Key, Tensor], None]
+
+
+@dataclass
+class Plan:
+    """A range that a reader will ask for in order, `chunk` at a time."""
+
+    at: int
+    end: int
+    chunk: int
+    device: torch.device
+
+    def keys(self) -> list[Key]:
+        """The chunks from `at`."""
+        starts = range(self.at, self.end, self.chunk)
+        return [(a, min(a + self.chunk, self.end), self.device) for a in starts]
+
+
+class Ahead:
+    """Chunks that were asked for before they are fetched.
+
+    Args:
+        budget: Bytes of them at a time.
+        unit: Bytes of one row, or of one position of all sequences.
+    """
+
+    def __init__(self, budget: int, unit: int) -> None:
+        self.budget, self._unit = budget, unit
+        self._arrivals: dict[Key, Arrival] = {}
+        self._plan: Plan | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on their way or waiting."""
+        return sum(arrival.nbytes for arrival in self._arrivals.values())
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    def clear(self) -> None:
+        """Drop them all, and what was planned."""
+        self._arrivals.clear()
+        self._plan = None
+
+    def take(self, key: Key) -> Tensor | None:
+        """A chunk that was asked for, safe on the current stream; None if it was not."""
+        plan = self._plan
+        if plan is not None and key[2] == plan.device and key[0] <= plan.at < key[1]:
+            # the reader was faster
+            plan.at = min(plan.end, -(-(key[1] - plan.at) // plan.chunk) * plan.chunk + plan.at)
+        arrival = self._arrivals.pop(key, None)
+        return None if arrival is None else arrival.take()
+
+    def ask(self, key: Key, room: Room, fill: Fill) -> None:
+        """Start the copy of one chunk; older ones make way."""
+        if key in self._arrivals or self._bytes(key) > self.budget:
+            return
+        while self.nbytes + self._bytes(key) > self.budget:
+            del self._arrivals[next(iter(self._arrivals))]
+        self._start(key, room, fill)
+
+    def plan(self, plan: Plan, room: Room, fill: Fill) -> None:
+        """Start on a range that will be read in order; what is not of it makes way."""
+        self._plan = plan
+        wanted = set(plan.keys())
+        for key in [key for key in self._arrivals if key not in wanted]:
+            del self._arrivals[key]
+        self.go_on(room, fill)
+
+    def go_on(self, room: Room, fill: Fill) -> None:
+        """Start as many of the planned chunks as the budget allows now."""
+        plan = self._plan
+        while plan is not None and plan.at < plan.end:
+            key = plan.at, min(plan.at + plan.chunk, plan.end), plan.device
+            if key not in self._arrivals:
+                if self.nbytes + self._bytes(key) > self.budget:
+                    return
+                self._start(key, room, fill)
+            plan.at = key[1]
+
+    def _bytes(self, key: Key) -> int:
+        return (key[1] - key[0]) * self._unit
+
+    def _start(self, key: Key, room: Room, fill: Fill) -> None:
+        device = key[2]
+        out = room(key)
+        if not is_accelerator(device):
+            fill(key, out)
+            self._arrivals[key] = Arrival(out)
+            return
+        side, home = side_stream(device, "in"), torch.accelerator.current_stream(device)
+        # the room may be what a reader queued before this has just left
+        side.wait_stream(home)
+        with side:
+            fill(key, out)
+            self._arrivals[key] = Arrival(out, side, home)

@@ -1,0 +1,153 @@
+"""Copies both ways on side streams that are as late as they may be; see `Late` in conftest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vocabtp.cache import PinnedPool, TeacherLogitCache
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x.clone(),
+    "shifted": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 1))[..., :-1, :],
+    "transposed": lambda x: x.transpose(0, -2).contiguous().transpose(0, -2),
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("stage", [1, 200, 1000, 1 << 20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(41, 13), (5, 9, 13), (0, 3), (3, 0, 2)])
+def test_source_may_be_overwritten_while_its_copies_wait(late, monkeypatch, shape, layout, stage):
+    monkeypatch.setattr("vocabtp.cache._pinned.STAGE_BYTES", stage)
+    source, pool = LAYOUTS[layout](noise(*shape)), PinnedPool()
+    kept = source.clone()
+    for _ in range(2):
+        cache = TeacherLogitCache.store(source, dtype=torch.float32, pool=pool)
+        source.zero_()
+        late.home.wait_stream(late.current)
+        assert torch.equal(cache.fetch(0, len(cache)), kept)
+        source += kept
+        cache.free()
+
+
+def test_store_does_not_wait_for_its_copies(late):
+    """Up to the buffers; the last copies of a larger source too, and a donated one whole."""
+    source, pool = noise(64, 32), PinnedPool()
+    TeacherLogitCache.store(source, pool=pool)
+    assert [len(stream.queue) > 0 for stream in late.streams] == [False, True]
+    cache = TeacherLogitCache.store(source, dtype=torch.float32, pool=pool, donate=True)
+    # the copies read the source itself
+    source.zero_()
+    assert (cache.fetch(0, 64) == 0).all()
+
+
+@pytest.mark.parametrize("stage", [1, 1 << 20])
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_the_copies_read_outlasts_them(late, monkeypatch, donate, stage):
+    """The allocator is told of the side stream before `store` returns."""
+    monkeypatch.setattr("vocabtp.cache._pinned.STAGE_BYTES", stage)
+    source = noise(20, 8)
+    TeacherLogitCache.store(source, dtype=torch.float32, pool=PinnedPool(), donate=donate)
+    side = late.streams[1]
+    assert {stream for _, stream in late.recorded} == {side}
+    rooms = [tensor for tensor, _ in late.recorded]
+    if donate:
+        assert [room.data_ptr() for room in rooms] == [source.data_ptr()]
+    else:
+        assert len(rooms) == (8 if stage == 1 else 1)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("budget", [0, 100, 300, 1 << 20])
+@pytest.mark.parametrize("shape", [(41, 13), (3, 41, 13)])
+@pytest.mark.parametrize("planned", [False, True])
+def test_prefetched_chunks_are_the_source(late, shape, budget, planned):
+    source, pool = noise(*shape), PinnedPool()
+    kept = source.clone()
+    cache = TeacherLogitCache.store(
+        source, dtype=torch.float32, pool=pool, prefetch_bytes=budget * shape[0]
+    )
+    source.zero_()
+    if planned:
+        cache.prefetch(0, 41, chunk=4)
+    got = []
+    for start in range(0, 41, 4):
+        end = min(41, start + 4)
+        if not planned and end < 41:
+            cache.prefetch(end, min(41, end + 4))
+        got.append(cache.fetch(start, end))
+    assert torch.equal(torch.cat(got, dim=-2), kept)
+
+
+def test_a_prefetch_does_not_wait(late):
+    cache = TeacherLogitCache.store(noise(8, 4), dtype=torch.float32, pool=PinnedPool())
+    cache.prefetch(0, 8, chunk=2)
+    assert [len(stream.queue) > 0 for stream in late.streams] == [False, True, True]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("stored", [False, True])
+def test_free_with_copies_under_way(late, stored):
+    """To the host, to the device and waiting; the next cache has the same memory."""
+    pool = PinnedPool()
+    for _ in range(3):
+        first, second = noise(40, 16), noise(40, 16) + 1
+        kept = first.clone()
+        cache = TeacherLogitCache.store(first, dtype=torch.float32, pool=pool)
+        if stored:
+            late.streams[1].work(late.streams[1].given)
+        cache.prefetch(0, 40, chunk=10)
+        chunk = cache.fetch(0, 10)
+        cache.prefetch(20, 40)
+        cache.free()
+        assert torch.equal(chunk, kept[:10])
+        following = TeacherLogitCache.store(second, dtype=torch.float32, pool=pool)
+        assert torch.equal(following.fetch(0, 40), second)
+        following.free()
+    assert pool.used_nbytes == 0
+
+
+def test_free_at_once_leaves_the_memory_to_the_copies(late):
+    """Nobody waited for anything: the next cache's copies come behind those of the last."""
+    pool = PinnedPool()
+    first, second = noise(40, 16), noise(40, 16) + 1
+    with late.Stream():
+        TeacherLogitCache.store(first, dtype=torch.float32, pool=pool).free()
+        cache = TeacherLogitCache.store(second, dtype=torch.float32, pool=pool)
+    assert torch.equal(cache.fetch(0, 40), second)
+    assert pool.nbytes < 2 * cache.nbytes
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_fetch_on_another_stream(late, prefetched):
+    source = noise(40, 16)
+    kept = source.clone()
+    cache = TeacherLogitCache.store(source, dtype=torch.float32, pool=PinnedPool())
+    source.zero_()
+    if prefetched:
+        cache.prefetch(0, 40)
+    other = late.Stream()
+    late.recorded.clear()
+    with other:
+        chunk = cache.fetch(0, 40)
+    # a prefetched chunk's memory is of the stream that was current then
+    assert [stream for _, stream in late.recorded] == [other] * prefetched
+    late.home.wait_stream(other)
+    assert torch.equal(chunk, kept)
+
+
+def test_room_of_a_dropped_prefetch_outlasts_its_copy(late):
+    cache = TeacherLogitCache.store(noise(40, 16), pool=PinnedPool(), prefetch_bytes=10 * 32)
+    late.recorded.clear()
+    cache.prefetch(0, 10)
+    cache.prefetch(10, 20)
+    side = late.streams[2]
+    assert [stream for _, stream in late.recorded] == [side]
+    cache.free()
+    assert [stream for _, stream in late.recorded] == [side, side]
