@@ -14,6 +14,7 @@ CLIP = 0.05
 # steps of 4, 4 and 1 prompts: in the last one a copy has a micro-batch less than the other
 PROMPTS, STEPS = 9, 3
 TRAINING = {"max_steps": -1, "micro_batch_size_per_gpu": 1, "max_grad_norm": CLIP}
+CHECKPOINTED = "training.activation_checkpointing=true"
 KEPT = ("losses", "metrics", "weights", "teacher", "optimizer", "answers", "tied")
 
 
@@ -138,9 +139,10 @@ def test_two_copies_share_one_model(ranks, tmp_path):
         (path, "zero2", "once", "parallel.shard=zero2"),
         (path, "zero3", "export", "parallel.shard=zero3"),
         (empty, "empty", "once", "parallel.shard=zero3"),
+        (path, "layers", "once", "parallel.shard=zero3", CHECKPOINTED),
     ]
     results = ranks(runs, 2, tmp_path, variants)
-    for zero2, zero3, none in results:
+    for zero2, zero3, none, layers in results:
         for run in (zero2, zero3):
             agrees(run, truth)
             assert run["tied"]
@@ -148,6 +150,9 @@ def test_two_copies_share_one_model(ranks, tmp_path):
             assert run["evaluation"] == pytest.approx(truth["result"].after.numbers(), rel=2e-5)
             # once a step, whatever the micro-batches
             assert run["calls"]["foreach_reduce"] == UNITS * STEPS
+        # layers that run again gather nothing again
+        assert layers["calls"] == zero3["calls"]
+        assert same(layers["weights"], zero3["weights"])
         agrees(none, nothing)
         assert [step["empty_responses"] for step in none["metrics"]] == [1, 1]
         # zero3 gathers each layer a second time for a backward, zero2 once for all of a step's
@@ -166,7 +171,7 @@ def test_two_by_two_ranks_and_resume(ranks, tmp_path):
     path = small_run(tmp_path / "run", training={"save_steps": 2})
     truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
     layout = ("parallel.tp=2", "parallel.shard=zero3")
-    other = ("parallel.tp=2", "parallel.shard=zero2")
+    other = ("parallel.tp=2", "parallel.shard=zero2", CHECKPOINTED)
     variants = [
         (path, "out", "export", *layout),
         (path, "out", "again", *layout),

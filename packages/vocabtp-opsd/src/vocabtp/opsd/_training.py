@@ -76,6 +76,11 @@ class TrainingConfig(Section):
         "without fused kernels, eager is the model's own code, flash is the package flash-attn "
         "(for CUDA, bfloat16 or a float16 teacher).",
     )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Keep of each of the student's layers only its input, and run the layer again "
+        "in the backward: less memory for about a third more time there.",
+    )
     seed: Seed = Field(
         default=42, description="Order of the prompts, sampling and dropout all derive from it."
     )

@@ -22,6 +22,7 @@ FREE = frozenset(
         "training.resume",
         "training.save_dir",
         "training.attention",
+        "training.activation_checkpointing",
         "training.max_skipped_steps",
         "training.micro_batch_size_per_gpu",
         "training.gradient_accumulation_steps",

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.layers import decoder_layers
 
 _HALF = (torch.bfloat16, torch.float16)
 _KEY = "vocabtp_sharding"
@@ -88,7 +89,7 @@ def shard_module(
         # activations are left to the model, as without sharding
         cast_forward_inputs=False,
     )
-    for unit in [*_layers(module), module]:
+    for unit in [*decoder_layers(module), module]:
         if fill is not None:
             fill(unit)
         if widen:
@@ -152,12 +153,6 @@ def announce_backward(module: nn.Module, *, last: bool) -> None:
 def _units(module: nn.Module) -> list[FSDPModule]:
     """The root, then the layers."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def _layers(module: Any) -> list[nn.Module]:
-    """The decoder layers, by the class names that the model library never splits."""
-    names = set(getattr(module, "_no_split_modules", None) or ())
-    return [part for part in module.modules() if type(part).__name__ in names]
 
 
 def _widen(module: nn.Module) -> None:
