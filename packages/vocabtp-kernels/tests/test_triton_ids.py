@@ -118,6 +118,22 @@ def test_many_ids_and_upstream_of_any_stride(few):
     torch.testing.assert_close(leaf.grad.double(), right, rtol=2e-5, atol=2e-5)
 
 
+def test_gradients_of_many_ids_have_the_same_bits_for_any_number_of_rows(monkeypatch):
+    from vocabtp.kernels._triton import tokens
+
+    x, g = logits(2), torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 70, (2, 100), generator=g)  # most of them given more than once
+    up = torch.randn(2, 100, generator=g)
+    found = []
+    for few_rows in (0, 1024):
+        monkeypatch.setattr(tokens, "_FEW_ROWS", few_rows)
+        leaf = x.clone().requires_grad_()
+        with vk.backend("triton"):
+            vk.logprobs(leaf, ids).backward(up)
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("many", [1, 3])
 def test_shards_and_a_bad_id_of_another_rank(many):
     x = logits()

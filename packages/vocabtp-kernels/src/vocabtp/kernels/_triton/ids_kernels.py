@@ -172,6 +172,7 @@ def weights_kernel(
     grad_step,
     inv_t,
     BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
 ):
     """What each id's column weighs in all, what a row's ids weigh, and whether anything asks.
 
@@ -181,20 +182,26 @@ def weights_kernel(
     tile = tl.program_id(0) % tiles
     column_ptr += row * ids
     grad_ptr += row * grad_row
+    grad_step = grad_step.to(tl.int64)
     k = tile * BLOCK + tl.arange(0, BLOCK)
     mine = tl.load(column_ptr + k, mask=k < ids, other=ELSEWHERE)
     weight = tl.zeros([BLOCK], tl.float32)
-    total = 0.0
-    asked = 0
-    for j in range(ids):
+    # unrolled, so that several loads are on their way
+    for j in tl.range(0, ids, loop_unroll_factor=8):
         other = tl.load(column_ptr + j)
-        grad = tl.load(grad_ptr + j * grad_step.to(tl.int64))
+        grad = tl.load(grad_ptr + j * grad_step)
         weight = tl.where(mine == other, weight + grad, weight)
-        grad = tl.where(other == IGNORED, 0.0, grad)
-        asked = tl.where(grad != 0.0, 1, asked)
-        # a bad id anywhere on the row is a NaN there, wherever its gradient is not 0
-        total += tl.where((other == BAD) & (grad != 0.0), float("nan"), grad)
     tl.store(weight_ptr + row * ids + k, weight * inv_t, mask=k < ids)
     if tile == 0:
-        tl.store(sum_ptr + row, total * inv_t)
-        tl.store(sum_ptr + rows + row, tl.where(asked == 1, 1.0, 0.0))
+        total = tl.zeros([SOME], tl.float32)
+        asked = tl.zeros([SOME], tl.int32)
+        for first in range(0, ids, SOME):
+            at = first + tl.arange(0, SOME)
+            columns = tl.load(column_ptr + at, mask=at < ids, other=IGNORED)
+            grads = tl.load(grad_ptr + at * grad_step, mask=at < ids, other=0.0)
+            grads = tl.where(columns == IGNORED, 0.0, grads)
+            asked = tl.where(grads != 0.0, 1, asked)
+            # a bad id anywhere on the row is a NaN there, wherever its gradient is not 0
+            total += tl.where((columns == BAD) & (grads != 0.0), float("nan"), grads)
+        tl.store(sum_ptr + row, tl.sum(total, 0) * inv_t)
+        tl.store(sum_ptr + rows + row, tl.max(asked, 0).to(tl.float32))

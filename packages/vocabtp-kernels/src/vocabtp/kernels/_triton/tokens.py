@@ -20,6 +20,8 @@ from vocabtp.kernels._triton.tokens_kernels import token_grad_kernel, token_stat
 
 # ids that a program takes at once
 _IDS = 256
+# rows that leave most of a chip idle if a program takes that many
+_FEW_ROWS = 1024
 
 
 def _tile(ids: int) -> tuple[int, int]:
@@ -173,7 +175,9 @@ def _weigh(columns: Tensor, grad: Tensor, temperature: float) -> tuple[Tensor, T
     rows, ids = columns.shape
     sums = grad.new_empty(2, rows)
     weights = grad.new_empty(rows, ids)
-    block = min(_IDS, triton.next_power_of_2(ids))
+    some = min(_IDS, triton.next_power_of_2(ids))
+    # few rows are spread over the chip; a weight's bits are the same in any block
+    block = min(some, 32) if rows <= _FEW_ROWS else some
     tiles = triton.cdiv(ids, block)
     launch.run(
         weights_kernel,
@@ -189,6 +193,7 @@ def _weigh(columns: Tensor, grad: Tensor, temperature: float) -> tuple[Tensor, T
         *grad.stride(),
         1.0 / temperature,
         BLOCK=block,
+        SOME=some,
         num_warps=1,
     )
     return sums, weights
