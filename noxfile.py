@@ -204,7 +204,7 @@ def opsd(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """What no layer can test alone: all layers together, wheels, layering, code in the docs."""
-    python, env = environment(session, LAYERS, ("test", "triton", "layers"))
+    python, env = environment(session, LAYERS, ("test", "triton", "layers", "deepspeed"))
     run = [python, "-m", "pytest", "--layer=opsd", "tests-integration"]
     session.run(*run, *session.posargs, env={**env, **CPU_ENV})
 
