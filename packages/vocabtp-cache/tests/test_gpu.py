@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vocabtp.cache import PinnedPool, TeacherLogitCache
+from vocabtp.cache import PinnedPool, TeacherHead, TeacherHiddenCache, TeacherLogitCache
 from vocabtp.cache._streams import side_stream
 from vocabtp.dist import VocabShard
 
@@ -350,6 +350,31 @@ def test_nothing_is_on_the_device_after_an_exception():
             assert torch.accelerator.memory_allocated() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("asleep", ["out", "in"])
+@pytest.mark.parametrize("shape", [(1000, 896), (3, 333, 896)])
+def test_hidden_states_meet_the_head_on_the_device(shape, asleep):
+    """The columns are those of the stored logits, up to the order of sums."""
+    head = TeacherHead(weight=noise(WIDTH, 896).bfloat16() / 30, softcap=30.0)
+    hidden, pool = noise(*shape).bfloat16(), PinnedPool()
+    truth = head(hidden).double()
+    torch.accelerator.synchronize()
+    for _ in range(2):
+        sleep(side_stream(device(), asleep))
+        source = hidden.clone()
+        cache = TeacherHiddenCache.store(source, head, pool=pool)
+        source.zero_()
+        cache.prefetch(0, len(cache), chunk=100)
+        got = [
+            cache.fetch(start, min(len(cache), start + 100)) for start in range(0, len(cache), 100)
+        ]
+        cache.free()
+        found = torch.cat(got, dim=-2)
+        assert found.device == device()
+        assert ((found.double() - truth).abs() <= 2.0**-7 * truth.abs() + 1e-3).all()
+    assert pool.nbytes <= 1.1 * hidden.numel() * 2 + 4096
 
 
 def test_a_cpu_cache_can_be_fetched_to_the_device():

@@ -2,6 +2,7 @@
 
 from vocabtp.cache._identity import Identity
 from vocabtp.cache._version import __version__
+from vocabtp.cache.hidden import TeacherHead, TeacherHiddenCache
 from vocabtp.cache.logits import TeacherLogitCache
 from vocabtp.cache.pool import PinnedPool, default_pool
 from vocabtp.cache.stream import TeacherLogitStream
@@ -11,6 +12,8 @@ __all__ = [
     "Identity",
     "PinnedPool",
     "TeacherCache",
+    "TeacherHead",
+    "TeacherHiddenCache",
     "TeacherLogitCache",
     "TeacherLogitStream",
     "__version__",

@@ -17,8 +17,8 @@ def columns(shard: VocabShard | None) -> str:
     return f"columns [{shard.start}, {shard.end}) of {shard.global_size}"
 
 
-def check_source(where: str, name: str, source: Tensor, dtype: torch.dtype) -> None:
-    """Refuse what a cache cannot keep."""
+def check_source(where: str, name: str, source: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Refuse what a cache cannot keep; what it is kept as, its own dtype for None."""
     if not isinstance(source, Tensor):
         raise TypeError(f"{where} {name} must be a tensor, got {type(source).__name__}")
     if hasattr(source, "to_local"):
@@ -28,13 +28,15 @@ def check_source(where: str, name: str, source: Tensor, dtype: torch.dtype) -> N
         )
     if not source.dtype.is_floating_point:
         raise TypeError(f"{where} {name} must be floating, got {source.dtype}")
-    if dtype not in DTYPES:
-        raise TypeError(f"{where} dtype must be bfloat16, float16, float32 or float64, got {dtype}")
+    kept = source.dtype if dtype is None else dtype
+    if kept not in DTYPES:
+        raise TypeError(f"{where} dtype must be bfloat16, float16, float32 or float64, got {kept}")
     if source.dim() not in (2, 3):
         letter = "L" if name == "logits" else "H"
         raise ValueError(
             f"{where} {name} must be [rows, {letter}] or [B, T, {letter}], got {list(source.shape)}"
         )
+    return kept
 
 
 def check_width(where: str, logits: Tensor, shard: VocabShard | None) -> None:

@@ -32,6 +32,9 @@ class Payload(Protocol):
     def columns(self, rows: Tensor) -> Tensor:
         """`[..., L]` of `[..., width]`; may be `rows` itself, or use its memory."""
 
+    def release(self) -> None:
+        """The cache was freed: keep nothing but `kind` and `width`."""
+
 
 class Logits:
     """The columns themselves."""
@@ -48,3 +51,6 @@ class Logits:
     def columns(self, rows: Tensor) -> Tensor:
         """The rows."""
         return rows
+
+    def release(self) -> None:
+        """Nothing is kept."""

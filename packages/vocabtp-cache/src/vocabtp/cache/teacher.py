@@ -256,6 +256,7 @@ class TeacherCache:
         if self._host is not None:
             self._host.release()
         self._host = None
+        self._payload.release()
         self._ahead.clear()
         self._stored = None
 
