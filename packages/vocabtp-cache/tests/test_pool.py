@@ -48,7 +48,7 @@ def test_lent_memory_is_nobody_elses_and_little_more_is_held(scale, steps):
         used = sum(-(-need // ALIGNMENT) * ALIGNMENT for need, _ in lent)
         peak = max(peak, used)
         assert pool.used_nbytes == used
-        assert pool.nbytes <= peak + max(peak // 16, PAGE_BYTES)
+        assert pool.nbytes <= peak + max(peak // 128, PAGE_BYTES)
         spans = sorted((s.block, s.start, s.end) for _, segments in lent for s in segments)
         for (a, _, end), (b, start, _) in pairwise(spans):
             assert a != b or end <= start
@@ -66,7 +66,7 @@ def test_a_large_cache_locks_what_it_holds(blocks):
     payload = 4 * 2112 * 75968 * 2
     pool = PinnedPool()
     pool.lend(payload)
-    assert payload <= pool.nbytes <= 1.1 * payload
+    assert payload <= pool.nbytes < 1.01 * payload
     assert sum(blocks) == pool.nbytes
     # powers of two are what an allocator does not round
     assert all(size & (size - 1) == 0 and size <= MAX_BLOCK_BYTES for size in blocks)

@@ -21,8 +21,8 @@ MAX_BLOCK_BYTES = 32 << 20
 PAGE_BYTES = 4096
 # pieces start at a multiple of this, whatever the dtype of the rows
 ALIGNMENT = 64
-# growth in steps of this part of what is in use: few blocks, and at most 1/16 too much
-_STEPS = 16
+# growth in steps of this part of what is in use: few blocks, and at most 1/128 too much
+_STEPS = 128
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Segment:
 class PinnedPool:
     """Page-locked memory for caches, kept for the next ones when they are freed.
 
-    Holds at most 1/16 (or a page) more than the largest sum of payloads that was in use at a
+    Holds at most 1/128 (or a page) more than the largest sum of payloads that was in use at a
     time, and allocates nothing while that does not grow. Without an accelerator, and where
     page-locking fails (with one warning), the memory is pageable; everything else is the same.
     May be used from several threads.
