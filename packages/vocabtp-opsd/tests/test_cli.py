@@ -99,6 +99,8 @@ def test_check_prints_the_resolved_configuration(trainer, run_file, capsys, tmp_
         (["trian"], "'trian'"),
         (["train"], "the following arguments are required: CONFIG"),
         (["train", "none.yaml", "--fast"], "unrecognized arguments: --fast"),
+        (["train", "a", "--deepspeed_config=d"], "--deepspeed_config=d (write deepspeed_config=V"),
+        (["train", "a", "--temperature", "1"], "temperature=VALUE or distillation.temperature=V"),
         (["train", "none.yaml"], "none.yaml: cannot read the configuration: No such file"),
         (["train", "RUN", "training.learnign_rate=1"], "did you mean training.learning_rate?"),
         (["train", "RUN", "seed"], "override 'seed': write it as section.key=value"),
@@ -209,6 +211,14 @@ class TestUnderTorchrun:
             "[rank 0]",
             "heads di",
         ]
+
+
+def test_the_argument_that_deepspeeds_launcher_adds(trainer, run_file, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vocabtp-opsd", "--local_rank=0", "train", run_file])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert trainer.calls[0][0] == "train"
 
 
 def test_several_ranks_are_launched_with_the_same_arguments(trainer, run_file, capsys, monkeypatch):

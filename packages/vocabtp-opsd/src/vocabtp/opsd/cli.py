@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from vocabtp.opsd import launch
 from vocabtp.opsd._console import complain, say
+from vocabtp.opsd._keys import all_keys
 from vocabtp.opsd._version import __version__
 from vocabtp.opsd._wording import shown
 from vocabtp.opsd.config import Config, load_config
@@ -45,6 +47,8 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the command; ends the process."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    # what DeepSpeed's launcher says besides the environment
+    arguments = [a for a in arguments if not re.fullmatch(r"--local[_-]rank=\d+", a)]
     code = run(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -197,7 +201,13 @@ class _Stop(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        _print_error(f"{message} (see {self.prog} --help)")
+        hint = f"see {self.prog} --help"
+        if option := re.match(r"unrecognized arguments: --([\w-]+)", message):
+            name = option[1].replace("-", "_")
+            keys = [key for key in all_keys() if key.rpartition(".")[2] == name]
+            if keys:
+                hint = f"write {' or '.join(f'{key}=VALUE' for key in keys)}"
+        _print_error(f"{message} ({hint})")
         raise _Stop(2)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
