@@ -5,7 +5,11 @@ import logging
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from vocabtp.opsd._deepspeed_keys import PASSED, READ, REFUSALS
+from vocabtp.opsd._deepspeed_keys import SECTIONS as KNOWN
 from vocabtp.opsd.config import load_config
 from vocabtp.opsd.errors import ConfigError
 
@@ -473,3 +477,51 @@ def test_the_resolved_configuration_is_read_back(load, tmp_path, stage):
     changed = load_config(again, ["training.max_grad_norm=0.125", "parallel.tp=1"])
     assert changed.deepspeed_config["gradient_clipping"] == 0.125
     assert "autotp_size" not in changed.deepspeed_config.get("tensor_parallel", {})
+
+
+_KEYS = sorted(READ | PASSED | {item.key for item in REFUSALS if "." not in item.key})
+_INNER = sorted({key for known in KNOWN.values() for key in known})
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-1, 5),
+    st.floats(),
+    st.sampled_from(["auto", "AdamW", "WarmupLR", "1e-3", ""]),
+)
+_VALUES = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(st.one_of(st.sampled_from(_INNER), st.integers(0, 1)), inner, max_size=3),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(theirs=st.dictionaries(st.sampled_from(_KEYS), _VALUES, max_size=3))
+def test_whatever_stands_there_is_read_or_told_in_one_line(theirs, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump(BASE | {"deepspeed_config": theirs}, sort_keys=False))
+    told = ""
+    try:
+        config = load_config(path)
+        path.write_text(config.dump())
+        assert load_config(path) == config
+    except ConfigError as error:
+        told = str(error)
+    assert "\n" not in told
+
+
+def test_a_key_that_is_a_number(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE) + "deepspeed_config: {bf16: {1: 2}}\n")
+    with pytest.raises(ConfigError, match=r"deepspeed_config\.bf16\.1 is not a key that is known"):
+        load_config(path)
+
+
+def test_a_mapping_that_holds_itself(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE) + "deepspeed_config: &a\n  aio: *a\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:7: deepspeed_config is nested too deeply"):
+        load_config(path)

@@ -18,12 +18,16 @@ class Reading:
         self.prefix = prefix  # of the keys in `where` and in messages
         self.where = where
         self.auto: set[str] = set()
-        self.values = self._without_auto(values, "")
+        try:
+            self.values = self._without_auto(values, "")
+        except RecursionError:  # an alias of YAML to its own parent
+            raise ConfigError(f"{where['']}: deepspeed_config is nested too deeply") from None
 
     def _without_auto(self, values: dict[str, Any], above: str) -> dict[str, Any]:
         """What is `auto` is left to our keys, and to DeepSpeed's default where we have none."""
         out: dict[str, Any] = {}
-        for key, value in values.items():
+        for given, value in values.items():
+            key = str(given)  # YAML has other keys too
             name = f"{above}{key}"
             if value == "auto" and key != "keep_in_fp32_modules":
                 self.auto.add(name)
