@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import string
 from pathlib import Path
@@ -115,9 +116,9 @@ def recorded(path: Path, *overrides: str, report: bool = False) -> dict[str, Any
 
     class Watched(stepper):
         def run(self, step, *stopping):
-            before = whole(self.models.student.module.named_parameters())
+            before = whole(named_parameters(self.models.student.module))
             report = super().run(step, *stopping)
-            after = whole(self.models.student.module.named_parameters())
+            after = whole(named_parameters(self.models.student.module))
             weights.append({name: not before[name].equal(after[name]) for name in before})
             reports.append(report)
             return report
@@ -144,12 +145,24 @@ def recorded(path: Path, *overrides: str, report: bool = False) -> dict[str, Any
         "applied": [report.result.applied for report in reports],
         "changed": weights,
         "result": result,
-        "weights": whole(trainer.models.student.module.named_parameters()),
-        "teacher": whole(trainer.models.teacher.model.module.named_parameters()),
+        "weights": whole(named_parameters(trainer.models.student.module)),
+        "teacher": whole(named_parameters(trainer.models.teacher.model.module)),
         "optimizer": whole(engines[0].state_tensors().items()),
         "parameters": len(engines[0].slots),
         "tied": trainer.models.student.tied,
     }
+
+
+def named_parameters(module):
+    """The parameters, those that an engine made plain as DTensors again."""
+    from vocabtp.opsd.engine.places import wrapped
+
+    with contextlib.ExitStack() as stack:
+        if partitioned := [p for p in module.parameters() if hasattr(p, "ds_id")]:
+            from deepspeed.runtime.zero import GatheredParameters
+
+            stack.enter_context(GatheredParameters(partitioned))
+        return [(name, wrapped(p, p.detach().clone())) for name, p in module.named_parameters()]
 
 
 def whole(named) -> dict[str, Any]:

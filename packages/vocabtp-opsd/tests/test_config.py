@@ -154,7 +154,7 @@ def test_section_set_twice_is_refused(write):
         ("parallel: {tp: 0}", "parallel.tp must be at least 1, got 0"),
         ("parallel: {tp: 2, nproc: 3}", "parallel.nproc is 3, which parallel.tp 2 does not"),
         ("parallel: {shard: zero1}", "parallel.shard must be one of none, zero2, zero3; got 'z"),
-        ("parallel: {engine: deepspeed}", "parallel.engine must be torch; got 'deepspeed'"),
+        ("parallel: {engine: fsdp}", "parallel.engine must be one of torch, deepspeed; got 'fsdp'"),
         ("deepspeed_config: ''", "deepspeed_config must not be empty"),
     ],
 )
@@ -368,6 +368,7 @@ class TestBatch:
 
 # what a key needs beside it, and a value that is not its default where the rule is not enough
 COMPANIONS = {
+    "parallel.teacher_shard": ["parallel.engine=deepspeed"],
     "rollout.n_samples_per_prompt": ["rollout.temperature=1"],
     "distillation.beta": ["distillation.loss_type=jsd"],
     "distillation.rescale": ["distillation.loss_type=jsd"],
@@ -419,7 +420,7 @@ def test_every_documented_key_reaches_the_resolved_configuration(write):
         assert config.flat()[name] == value
         assert str(value) != row.default
     # keys with one value so far: nothing to change them to
-    assert single == {"teacher.payload", "teacher.kind", "rollout.engine", "parallel.engine"}
+    assert single == {"teacher.payload", "teacher.kind", "rollout.engine"}
 
 
 def test_reference_covers_every_field_with_a_description():

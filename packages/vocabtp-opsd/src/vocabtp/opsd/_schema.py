@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from vocabtp.opsd._fields import Float, Name, Positive, RuleError, Section
+from vocabtp.opsd._parallel import ParallelConfig
 from vocabtp.opsd._templates import template_fields
 from vocabtp.opsd._training import TrainingConfig
 
@@ -209,38 +210,6 @@ class DataConfig(Section):
         return self
 
 
-class ParallelConfig(Section):
-    """How the work is split over ranks."""
-
-    tp: Positive = Field(
-        default=1, description="Ranks that share one copy of the models (tensor parallelism)."
-    )
-    engine: Literal["torch"] = Field(
-        default="torch", description="What holds optimizer and gradients."
-    )
-    shard: Literal["none", "zero2", "zero3"] = Field(
-        default="none",
-        description="What is sharded over the data-parallel ranks: none keeps whole replicas, "
-        "zero2 shards gradients and optimizer, zero3 also drops a layer's gathered weights between "
-        "forward and backward. At rest both keep shards of student and teacher only.",
-    )
-    nproc: Positive | None = Field(
-        default=None,
-        description="Ranks that the command starts on this machine; null leaves that to torchrun.",
-    )
-    device: Literal["auto", "cpu", "cuda", "xpu"] = Field(
-        default="auto", description="auto takes an accelerator if there is one, else the CPU."
-    )
-
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
-        if self.nproc is not None and self.nproc % self.tp:
-            raise RuleError(
-                "parallel.nproc", f"is {self.nproc}, which parallel.tp {self.tp} does not divide"
-            )
-        return self
-
-
 class Sections(Section):
     """All keys of a configuration."""
 
@@ -273,11 +242,18 @@ class Sections(Section):
                 "is flash, which needs a GPU and student.dtype and teacher.dtype bfloat16: change "
                 "those, or take sdpa",
             )
-        if self.teacher.offload_to_cpu and self.parallel.shard != "none":
+        torch_engine = self.parallel.engine == "torch"
+        if self.teacher.offload_to_cpu and torch_engine and self.parallel.shard != "none":
             raise RuleError(
                 "teacher.offload_to_cpu",
                 f"does not go with parallel.shard {self.parallel.shard}, which leaves a rank only "
                 "its shard of the teacher: set one of them back",
+            )
+        if self.teacher.offload_to_cpu and self.parallel.teacher_shard != "none":
+            raise RuleError(
+                "teacher.offload_to_cpu",
+                "does not go with parallel.teacher_shard zero3, which leaves a rank only its part "
+                "of the teacher: set one of them back",
             )
         if t.eval_steps and self.data.eval_path is None:
             raise RuleError(

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from vocabtp.opsd._tensor_reader import SafeReader
 from vocabtp.opsd.engine import Engine
+from vocabtp.opsd.engine.places import wrapped
 from vocabtp.opsd.errors import CheckpointError
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.sharding import sharding_of
@@ -214,16 +215,19 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     In the dtype that the module computes in: masters are the engine's to save.
     """
-    once = dict(module.named_parameters())
+    once: dict[str, Tensor] = dict(module.named_parameters())
     shared = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(once)
     state = module.state_dict()
     sharding = sharding_of(module)
     dtype = None if sharding is None else sharding.dtype
-    return {
-        f"model.{name}": value if dtype is None or name not in once else value.to(dtype)
-        for name, value in state.items()
-        if name not in shared and isinstance(value, Tensor)
-    }
+    out: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if name in shared or not isinstance(value, Tensor):
+            continue
+        if name in once:
+            value = wrapped(once[name], value if dtype is None else value.to(dtype))
+        out[f"model.{name}"] = value
+    return out
 
 
 def _take_over(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

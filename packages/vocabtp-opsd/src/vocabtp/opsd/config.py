@@ -30,11 +30,11 @@ from vocabtp.opsd._document import Document, read_document, yaml_value
 from vocabtp.opsd._fields import RuleError
 from vocabtp.opsd._keys import KeyReference, nearest, reference, sections
 from vocabtp.opsd._notices import notices_of
+from vocabtp.opsd._parallel import ParallelConfig
 from vocabtp.opsd._schema import (
     TOKENIZER_TEMPLATE,
     DataConfig,
     DistillationConfig,
-    ParallelConfig,
     RolloutConfig,
     Sections,
     StudentConfig,

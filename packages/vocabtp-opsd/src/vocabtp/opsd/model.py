@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -48,12 +48,14 @@ class LanguageModel:
         shard: The columns of the head that `response_logits` and `next_logits` return.
         layout: This process's place.
         name: What messages call the model.
+        forward: Called in place of `module` where a backward is to follow; None for `module`.
     """
 
     module: Any
     shard: VocabShard
     layout: Layout
     name: str
+    forward: Callable[..., Any] | None = None
 
     @property
     def tied(self) -> bool:
@@ -142,8 +144,9 @@ class LanguageModel:
 
         # prepend: a cut head then sums the gradient of these rows over the ranks, not of all
         handle = self.module.get_output_embeddings().register_forward_pre_hook(select, prepend=True)
+        call = self.module if self.forward is None or not torch.is_grad_enabled() else self.forward
         try:
-            output = self.module(**inputs)
+            output = call(**inputs)
         finally:
             handle.remove()
         return output.logits.squeeze(0), output

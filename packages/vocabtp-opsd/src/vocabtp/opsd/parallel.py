@@ -43,7 +43,8 @@ class Layout:
         dp_group: The ranks with this `tp_rank` in all copies; None where `dp` is 1.
         world_group: All ranks; None for a single process.
         device: Where this rank computes.
-        shard: What the ranks of `dp_group` share of the models: `parallel.shard`.
+        shard: What the ranks of `dp_group` share of the models: `parallel.shard`, where
+            `parallel.engine` is torch.
     """
 
     mesh: DeviceMesh | None = None

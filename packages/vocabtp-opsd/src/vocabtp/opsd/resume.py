@@ -36,6 +36,8 @@ FREE = frozenset(
         "parallel.nproc",
         "parallel.device",
         "parallel.shard",
+        "parallel.engine",
+        "parallel.teacher_shard",
         "deepspeed_config",
         # compared by content below
         "data.path",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vocabtp.opsd.checkpoint import Saved
-from vocabtp.opsd.engine import TorchEngine
+from vocabtp.opsd.engine import Engine
 from vocabtp.opsd.errors import Interrupted, ModelError, NotFiniteError, UserError
 from vocabtp.opsd.evaluate import Evaluation, evaluate
 from vocabtp.opsd.interrupt import InterruptFlag
@@ -47,7 +47,7 @@ class _StopRequest(Exception):
 class Run:
     """One call of `Trainer.train`."""
 
-    def __init__(self, trainer: Trainer, engine: TorchEngine, flag: InterruptFlag) -> None:
+    def __init__(self, trainer: Trainer, engine: Engine, flag: InterruptFlag) -> None:
         self.trainer, self.engine, self.flag = trainer, engine, flag
         self.config, self.layout = trainer.config, trainer.layout
         self.inputs, self.models = trainer.inputs, trainer.models

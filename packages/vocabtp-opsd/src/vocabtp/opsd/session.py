@@ -109,6 +109,10 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
     student, teacher = load_models(
         config, layout, inputs.specials.vocab, teacher_prompt=max(lengths, default=None)
     )
+    if config.parallel.teacher_shard == "zero3" and layout.dp > 1:
+        from vocabtp.opsd.engine.deepspeed_teacher import partition
+
+        partition(teacher.module, config, layout)
     ends: GenerationConfig | None = getattr(student.module, "generation_config", None)
     return Models(
         student=student,
@@ -125,7 +129,8 @@ def checksum(model: LanguageModel) -> int:
     """
     total = 0
     for i, tensor in enumerate(model.module.parameters()):
-        local = tensor.detach()
+        # a partitioned teacher holds its part elsewhere
+        local = getattr(tensor, "ds_tensor", tensor).detach()
         local = local.to_local() if hasattr(local, "to_local") else local
         for part in local.contiguous().view(-1).view(torch.uint8).split(1 << 24):
             weights = torch.arange(part.numel(), device=part.device) % 65521 + 1 + i

@@ -105,6 +105,11 @@ def shard_module(
     setattr(module, _KEY, Sharding(dtype=dtype, free=free))
 
 
+def mark_sharded(module: nn.Module, dtype: torch.dtype) -> None:
+    """Say of a frozen module that somebody else has sharded it and gathers it in its forward."""
+    setattr(module, _KEY, Sharding(dtype=dtype, free=True))
+
+
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
     """Hold all parameters whole for a block, so that forwards in it need no other copy.

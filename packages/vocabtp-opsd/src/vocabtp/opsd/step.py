@@ -143,7 +143,7 @@ class Stepper:
             if rollout is not None and any(rollout.response_lengths):
                 share = self._normalizer(rollout, tokens, sum(busy))
                 loss += self._micro_batch(indices, rollout, share, rows, times, last=i == last)
-            elif busy[i] and self.layout.sharded:
+            elif busy[i] and self.engine.lockstep:
                 self._idle(times, last=i == last)
         with times.phase("step"):
             result = self.engine.step(

@@ -94,7 +94,11 @@ class SumGradient(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-        return _around(module, lambda _key, parameter: _sum_backward(parameter, group))
+        return _around(
+            module,
+            # a frozen one as it is: it may be gathered only after this
+            lambda _key, p: _sum_backward(p, group) if p.requires_grad else p,
+        )
 
 
 def _cut(module: nn.Module, key: str, mesh: DeviceMesh, dim: int) -> None:
@@ -126,8 +130,10 @@ def _around(
     def enter(_module: nn.Module, args: Args) -> Args | None:
         if before is not None:
             args = before(args)
+        held = module._parameters
         # per call: others, such as FSDP, put parameters of their own in place of these
-        own: dict[str, Any] = dict(module._parameters)
+        # past a dict of DeepSpeed's, which would gather what is asked for and keep it
+        own: dict[str, Any] = {key: dict.__getitem__(held, key) for key in held}
         calls.append(own)
         # the dict, not setattr: a module refuses a plain tensor as its parameter
         module._parameters.update(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from vocabtp.opsd.attention import attention_kernels
 from vocabtp.opsd.checkpoint import Checkpoints, Saved, read_saved
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import total_steps
-from vocabtp.opsd.engine import TorchEngine
+from vocabtp.opsd.engine import Engine, TorchEngine
 from vocabtp.opsd.errors import CheckpointError, ConfigError
 from vocabtp.opsd.evaluate import answer_all, evaluate
 from vocabtp.opsd.export import export_model
@@ -23,6 +24,9 @@ from vocabtp.opsd.phases import Phases
 from vocabtp.opsd.resume import check_resume
 from vocabtp.opsd.run import Run, TrainResult
 from vocabtp.opsd.session import Inputs, Models, read_inputs, read_models
+
+if TYPE_CHECKING:
+    from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine
 
 
 class Trainer:
@@ -39,7 +43,11 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.phases = Phases()
-        self.layout = make_layout(config.parallel)
+        parallel = config.parallel
+        if parallel.engine != "torch":
+            # what another engine shards it shards by itself, from whole copies
+            parallel = parallel.model_copy(update={"shard": "none"})
+        self.layout = make_layout(parallel)
         self.config = config.for_world(self.layout.world)
         self.save_dir = Path(self.config.training.save_dir)
         self.checkpoints = Checkpoints(
@@ -47,6 +55,7 @@ class Trainer:
         )
         self._inputs: Inputs | None = None
         self._models: Models | None = None
+        self._deepspeed: DeepSpeedEngine | None = None
 
     @property
     def inputs(self) -> Inputs:
@@ -187,11 +196,18 @@ class Trainer:
         if self.layout.is_main:
             complain(line)
 
-    def _engine(self) -> TorchEngine:
-        models = self.models
-        return TorchEngine(
-            models.student.module, self.config.training, self.layout, self.total_steps
-        )
+    def _engine(self) -> Engine:
+        module = self.models.student.module
+        if self.config.parallel.engine == "torch":
+            return TorchEngine(module, self.config.training, self.layout, self.total_steps)
+        if self._deepspeed is None:
+            # once: what it puts into the module cannot be taken out
+            from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine
+
+            self._deepspeed = DeepSpeedEngine(module, self.config, self.layout, self.total_steps)
+            student = replace(self.models.student, forward=self._deepspeed.forward)
+            self._models = replace(self.models, student=student)
+        return self._deepspeed
 
     def resume_point(self) -> tuple[Path, Saved] | None:
         """The checkpoint that `train` continues from, found to belong to this run."""
@@ -211,4 +227,4 @@ class Trainer:
 
 
 def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())

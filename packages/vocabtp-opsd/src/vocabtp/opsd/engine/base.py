@@ -28,17 +28,28 @@ class Engine(Protocol):
     engine adds gradients up, over micro-batches and data-parallel ranks, and averages nothing.
     """
 
-    def backward(self, loss: Tensor, *, last: bool = True) -> None:
-        """Add this micro-batch's gradient. A rank may call it any number of times, also never.
+    @property
+    def slots(self) -> Sequence[object]:
+        """One entry for each parameter that is trained."""
 
-        Where parameters are sharded over data-parallel ranks, all of them call it equally often,
-        and say `last` before the step.
+    @property
+    def lockstep(self) -> bool:
+        """Whether data-parallel ranks have to call `backward` equally often in a step."""
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add this micro-batch's gradient.
+
+        Out of lockstep a rank may call it any number of times in a step, also never. In lockstep
+        all ranks call it equally often, and say in the step's last call that it is that.
         """
 
     def step(
         self, index: int, *, tokens: int, report: Sequence[float], own: Sequence[float]
     ) -> StepResult:
         """Apply optimizer step `index` (from 0), or skip it on all ranks alike."""
+
+    def zero_grad(self) -> None:
+        """Drop what was accumulated since the last step."""
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a resume needs beside the model, by qualified parameter name."""

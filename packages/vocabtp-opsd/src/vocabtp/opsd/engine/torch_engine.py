@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from vocabtp.opsd.config import TrainingConfig
 from vocabtp.opsd.engine.base import StepResult
+from vocabtp.opsd.engine.optimizers import STATE, make_optimizer
+from vocabtp.opsd.engine.outcome import BAD_NORM, first_bad, gather, refusal
 from vocabtp.opsd.engine.schedule import Schedule
-from vocabtp.opsd.engine.slots import Slot, buckets, local_grad, local_part, make_slot, placed
+from vocabtp.opsd.engine.slots import buckets, local_grad, local_part, make_slot, placed
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.sharding import announce_backward, release, sharding_of
 
@@ -57,8 +59,11 @@ class TorchEngine:
             for name, param in module.named_parameters()
             if param.requires_grad
         ]
-        self.optimizer = _optimizer(self.slots, config)
+        self.optimizer = make_optimizer(
+            [slot.leaf for slot in self.slots], config, rate=config.learning_rate
+        )
         self.sharding = sharding_of(module)
+        self.lockstep = layout.sharded
         # parameters that are their own masters are saved as masters too: any layout can read them
         self._own_masters = self.sharding is not None and self.sharding.dtype != torch.float32
 
@@ -101,11 +106,11 @@ class TorchEngine:
         if tokens:
             self._reduce()
         squares = self._squares()
-        gathered = self._gather([*squares, *report, *own])
+        gathered = gather(self.layout, [*squares, *report, *own])
         norm, reports = self._agree(gathered, len(report))
         rate = self.schedule(index)
-        reason = _refusal(tokens, norm, reports[:, 0])
-        if reason == _BAD_NORM:
+        reason = refusal(tokens, norm, reports[:, 0])
+        if reason == BAD_NORM:
             reason += self._first_bad_gradient()
         if not reason:
             self._apply(norm, rate)
@@ -189,14 +194,6 @@ class TorchEngine:
         squares: list[float] = torch.stack(sums).tolist()
         return squares
 
-    def _gather(self, numbers: Sequence[float]) -> Tensor:
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self.layout.device)
-        if self.layout.tp * self.layout.dp == 1:
-            return mine[None].cpu()
-        parts = [torch.empty_like(mine) for _ in range(self.layout.tp * self.layout.dp)]
-        dist.all_gather(parts, mine, group=self.layout.world_group)
-        return torch.stack(parts).cpu()
-
     def _agree(self, gathered: Tensor, width: int) -> tuple[float, Tensor]:
         """The gradient norm and one report for each data-parallel rank."""
         by_rank = gathered.view(self.layout.dp, self.layout.tp, -1)
@@ -219,12 +216,7 @@ class TorchEngine:
         grads = [(i, g) for i, slot in enumerate(self.slots) if (g := slot.leaf.grad) is not None]
         # by norm: one that overflows spoils the step as well
         bad = [i for i, g in grads if g.numel() and not math.isfinite(float(g.norm()))]
-        found = self._gather([bad[0] if bad else len(names)]).flatten().tolist()
-        first = int(min(found))
-        if first == len(names):
-            return ""
-        rank = f" on rank {found.index(first)}" if len(found) > 1 else ""
-        return f": first in the gradient of {names[first]}{rank}"
+        return first_bad(self.layout, names, bad)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Optimizer state by `optimizer.<parameter>.<entry>`, placed as the parameter is."""
@@ -242,7 +234,7 @@ class TorchEngine:
         out: dict[str, Tensor] = {}
         wanted = set(names)
         for slot in self.slots:
-            for key in ("master", *_STATE):
+            for key in ("master", *STATE):
                 if (name := f"optimizer.{slot.name}.{key}") in wanted:
                     empty = (
                         torch.zeros((), dtype=torch.float32)
@@ -257,7 +249,7 @@ class TorchEngine:
         for slot in self.slots:
             found = {
                 key: local_part(state[name])
-                for key in ("master", *_STATE)
+                for key in ("master", *STATE)
                 if (name := f"optimizer.{slot.name}.{key}") in state
             }
             master = found.pop("master", None)
@@ -271,36 +263,5 @@ class TorchEngine:
                 self.optimizer.state[slot.leaf] = found
 
 
-_BAD_NORM = "the gradient norm is not finite"
 # whether cut over data-parallel ranks, and over tensor-parallel ranks
 _CUTS = ((False, False), (False, True), (True, False), (True, True))
-_STATE = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
-def _optimizer(slots: Sequence[Slot], config: TrainingConfig) -> torch.optim.Optimizer:
-    """Weight decay on matrices only, never on norms and biases."""
-    decay = [slot.leaf for slot in slots if slot.leaf.ndim > 1]
-    plain = [slot.leaf for slot in slots if slot.leaf.ndim <= 1]
-    groups = [
-        {"params": params, "weight_decay": amount}
-        for params, amount in ((decay, config.weight_decay), (plain, 0.0))
-        if params
-    ]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate)
-    return torch.optim.AdamW(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.adam_betas[0], config.adam_betas[1]),
-        eps=config.adam_eps,
-    )
-
-
-def _refusal(tokens: int, norm: float, losses: Tensor) -> str:
-    if not tokens:
-        return "no response token in the step"
-    if not bool(torch.isfinite(losses).all()):
-        return "the loss is not finite"
-    if not math.isfinite(norm):
-        return _BAD_NORM
-    return ""

@@ -1,0 +1,256 @@
+"""The DeepSpeed engine takes the updates of one dense process of the torch engine."""
+
+import json
+
+import pytest
+import torch
+
+from tiny_run import recorded, tiny_run
+
+# two layers; 37 ids and 15 units of 30 cut unevenly
+MODEL = {"num_hidden_layers": 2}
+CLIP = 0.05
+# steps of 4, 4 and 1 prompts: in the last one a copy has a micro-batch less than the other
+PROMPTS, STEPS = 9, 3
+TRAINING = {"max_steps": -1, "micro_batch_size_per_gpu": 1, "max_grad_norm": CLIP}
+KEPT = ("losses", "metrics", "weights", "teacher", "optimizer", "answers", "tied", "applied")
+ENGINE = "parallel.engine=deepspeed"
+
+
+def small_run(root, **sections):
+    """A run whose answers end at different lengths, sampled so that greedy ties cannot matter."""
+    training = TRAINING | {"weight_decay": 0.1} | sections.pop("training", {})
+    return tiny_run(
+        root,
+        **{"tied": True, "held_out": 3, "prompts": PROMPTS, "model": MODEL} | sections,
+        rollout={"temperature": 1.0, "max_response_length": 6},
+        training=training,
+    )
+
+
+def runs(rank, world, target, variants):
+    """Each run, from its first step or again from the checkpoint in its middle."""
+    from vocabtp.opsd.config import load_config
+    from vocabtp.opsd.trainer import Trainer
+
+    out = []
+    for path, name, mode, *overrides in variants:
+        if rank == 0 and mode == "again":
+            # as if the writer of the last checkpoint had been killed
+            last = target / name / "checkpoints" / "step-00000003"
+            last.rename(last.with_name(last.name + ".partial"))
+        torch.distributed.barrier()
+        options = (f"training.save_dir={target / name}", *overrides)
+        run = recorded(path, *options)
+        out.append({key: run[key] for key in KEPT})
+        after = run["result"].after
+        out[-1]["evaluation"] = None if after is None else after.numbers()
+        if mode == "export":
+            Trainer(load_config(path, options)).export(target / name / "exported")
+    return out
+
+
+def close(mine, theirs, rtol=1e-5, atol=1e-6):
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=rtol, atol=atol)
+
+
+def same(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def agrees(run, truth, tolerance=2e-5):
+    """The same steps as the dense process, to rounding."""
+    assert run["losses"] == pytest.approx(truth["losses"], rel=tolerance)
+    for mine, theirs in zip(run["metrics"], truth["metrics"], strict=True):
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance)
+        assert mine["response_tokens"] == theirs["response_tokens"]
+    close(run["weights"], truth["weights"])
+    answers = {(step, sample): answer for step, sample, answer in truth["answers"]}
+    assert all(answers[step, sample] == answer for step, sample, answer in run["answers"])
+
+
+def exported(folder):
+    """The weights of an exported directory, in the dtype that its configuration names."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
+    assert not any(info.values())
+    return model
+
+
+def once_each(peers, i):
+    """The optimizer entries of run `i`: each data-parallel copy keeps some of them."""
+    out = {}
+    for peer in peers:
+        out |= peer[i]["optimizer"]
+    return out
+
+
+def full_context(root):
+    """Two prompts: one with room for answers, one that fills the context."""
+    path = tiny_run(
+        root,
+        tied=True,
+        model=MODEL | {"max_position_embeddings": 8},
+        rollout={"max_prompt_length": 8, "max_response_length": 4},
+        data={"shuffle": False},
+        training={"max_steps": 2, "train_batch_size": 2, "micro_batch_size_per_gpu": 1},
+    )
+    rows = [{"prompt": "1+3="}, {"prompt": "123+456="}]
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+ZERO2, TEACHER3 = "parallel.shard=zero2", "parallel.teacher_shard=zero3"
+
+
+def test_two_copies(ranks, tmp_path, monkeypatch):
+    """Tied weights, clipping, micro-batches, unequal work, and a copy without any token."""
+    # nothing is compiled: a machine without a compiler runs this
+    extensions = tmp_path / "extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    path, empty = small_run(tmp_path / "a"), full_context(tmp_path / "b")
+    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    nothing = recorded(empty, f"training.save_dir={tmp_path / 'nothing'}")
+    assert all(step["grad_norm"] > CLIP for step in truth["metrics"])
+    variants = [
+        (path, "zero0", "once", ENGINE, TEACHER3),
+        (path, "zero2", "export", ENGINE, ZERO2),
+        (empty, "empty", "once", ENGINE, ZERO2, TEACHER3),
+    ]
+    results = ranks(runs, 2, tmp_path, variants)
+    for zero0, zero2, none in results:
+        for run in (zero0, zero2):
+            agrees(run, truth)
+            assert run["tied"]
+            assert run["applied"] == [True] * STEPS
+            assert same(run["teacher"], truth["teacher"])
+            assert run["evaluation"] == pytest.approx(truth["result"].after.numbers(), rel=2e-5)
+        agrees(none, nothing)
+        assert [step["empty_responses"] for step in none["metrics"]] == [1, 1]
+    for i in range(2):
+        close(once_each(results, i), truth["optimizer"])
+    model = exported(tmp_path / "zero2" / "exported")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert same(dict(model.named_parameters()), results[0][1]["weights"])
+    assert not extensions.exists()
+
+
+def test_two_tensor_parallel_ranks_and_resume(ranks, tmp_path):
+    """Bounds as they were cut, norms of query and key; in new processes, and by either engine."""
+    path = small_run(tmp_path / "run", kind="qwen3", tied=False, training={"save_steps": 2})
+    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    layout = (ENGINE, "parallel.tp=2")
+    first = ranks(runs, 2, tmp_path, [(path, "out", "export", *layout, ZERO2)])
+    for (run,) in first:
+        agrees(run, truth)
+        assert not run["tied"]
+    model = exported(tmp_path / "out" / "exported")
+    assert same(dict(model.named_parameters()), first[0][0]["weights"])
+    variants = [
+        (path, "out", "again", *layout, ZERO2),
+        (path, "out", "again", *layout),
+        (path, "out", "again", ENGINE, ZERO2),
+        (path, "out", "again", "parallel.tp=2"),
+    ]
+    results = ranks(runs, 2, tmp_path, variants)
+    for peer in results:
+        for run in peer:
+            assert run["losses"] == pytest.approx(truth["losses"][2:], rel=2e-5)
+            close(run["weights"], truth["weights"])
+        assert peer[0]["losses"] == first[0][0]["losses"][2:]
+        assert same(peer[0]["weights"], first[0][0]["weights"])
+        assert same(peer[0]["optimizer"], first[0][0]["optimizer"])
+
+
+def broken(rank, world, target, path, *overrides):
+    """A run in which the second step's gradient is not a number on the last rank."""
+    from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine
+
+    backward, steps = DeepSpeedEngine.backward, DeepSpeedEngine.step
+    seen = [0]
+
+    def poisoned(self, loss, *, last=True):
+        bad = seen[0] == 1 and rank == world - 1
+        backward(self, loss * float("nan") if bad else loss, last=last)
+
+    def counted(self, *args, **options):
+        seen[0] += 1
+        return steps(self, *args, **options)
+
+    DeepSpeedEngine.backward, DeepSpeedEngine.step = poisoned, counted
+    run = recorded(path, f"training.save_dir={target}", *overrides)
+    return {"metrics": run["metrics"], "applied": run["applied"], "changed": run["changed"]}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_that_is_not_finite_is_skipped(ranks, tmp_path, stage):
+    """DeepSpeed itself would step in fp32: it looks for overflows in fp16 only."""
+    path = small_run(tmp_path / "run", held_out=0)
+    shard = ZERO2 if stage else "parallel.shard=none"
+    for run in ranks(broken, 2, tmp_path / "out", path, ENGINE, shard):
+        assert run["applied"] == [True, False, True]
+        assert [any(step.values()) for step in run["changed"]] == [True, False, True]
+        reason = run["metrics"][1]["skipped_because"]
+        assert reason.startswith("the gradient norm is not finite: first in the gradient of model.")
+
+
+def test_bf16(ranks, tmp_path):
+    """Masters in fp32, no step counted before the first, as many steps as the torch engine."""
+    path = small_run(
+        tmp_path / "run",
+        held_out=0,
+        training={"max_grad_norm": 0, "weight_decay": 0.1},
+        student={"dtype": "bfloat16"},
+        teacher={"dtype": "bfloat16"},
+    )
+    variants = [
+        (path, "torch", "once"),
+        (path, "zero0", "once", ENGINE),
+        (path, "zero2", "export", ENGINE, ZERO2),
+    ]
+    results = ranks(runs, 2, tmp_path, variants)
+    truth, *others = (run["losses"] for run in results[0])
+    state = results[0][0]["optimizer"]
+    for i, losses in enumerate(others, start=1):
+        assert losses == pytest.approx(truth, rel=2e-2)
+        mine = once_each(results, i)
+        assert mine.keys() == state.keys()
+        for name, value in state.items():
+            assert mine[name].dtype == torch.float32
+            if name.endswith(".step"):
+                assert mine[name] == value == STEPS
+            elif name.endswith(".master"):
+                torch.testing.assert_close(mine[name], value, rtol=2e-2, atol=2e-3)
+    model = exported(tmp_path / "zero2" / "exported")
+    assert model.dtype == torch.bfloat16
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_architecture_and_layout(ranks, tmp_path, kind, tied):
+    path = small_run(tmp_path / "run", kind=kind, tied=tied)
+    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    for world, tp in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        variants = [
+            (
+                *(path, f"{stage}-{teacher}-{tp}-{world}", "export", ENGINE, f"parallel.tp={tp}"),
+                *(f"parallel.shard={stage}", f"parallel.teacher_shard={teacher}"),
+            )
+            for stage in ("none", "zero2")
+            for teacher in ("none", "zero3")
+        ]
+        results = ranks(runs, world, tmp_path, variants, limit=240)
+        for peer in results:
+            for run in peer:
+                agrees(run, truth)
+                assert same(run["teacher"], truth["teacher"])
+        for (_, name, *_), run in zip(variants, results[0], strict=True):
+            model = exported(tmp_path / name / "exported")
+            assert same(dict(model.named_parameters()), run["weights"])
