@@ -1,5 +1,6 @@
 """Which implementation runs, the override, and that it reaches every op."""
 
+import subprocess
 import threading
 
 import pytest
@@ -14,6 +15,37 @@ def test_eager_runs_and_says_why():
     with vk.backend("eager"):
         assert vk.which_backend(torch.zeros(2, 3)) == ("eager", 'backend("eager")')
     assert vk.which_backend(torch.zeros(2, 3, device="meta"))[0] == "eager"
+
+
+def test_a_device_without_a_compiler_is_named(monkeypatch):
+    from vocabtp.kernels._triton import fallback, launch
+
+    x = torch.zeros(2, 3)
+    monkeypatch.setattr(_backend, "_obstacle", lambda *args, **options: None)
+    monkeypatch.setattr(launch, "name", lambda device: "Chip 7")
+    assert vk.which_backend(x) == ("triton", "Triton kernels for the tensors' device")
+    monkeypatch.setattr(fallback, "_broken", {"Chip 7"})
+    assert vk.which_backend(x) == ("eager", "a Triton kernel did not compile for the device")
+
+
+@pytest.mark.parametrize(
+    ("error", "gives_up"),
+    [
+        (RuntimeError("PassManager::run failed"), True),
+        (
+            RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+            True,
+        ),
+        (subprocess.CalledProcessError(1, ["gcc"]), True),
+        (NotImplementedError("no such instruction"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+    ],
+)
+def test_what_counts_as_a_compiler_that_gives_up(error, gives_up):
+    from vocabtp.kernels._triton import launch
+
+    assert launch._of_compiler(error) == gives_up
 
 
 def test_a_backend_that_cannot_run_raises_with_the_reason(call):

@@ -235,6 +235,8 @@ def choose(caller: str, *tensors: Tensor, name: Name | None = None) -> Choice:
 
         if name == "triton":
             return Choice(_triton, "triton", 'backend("triton")')
+        if _triton.broken(tensors[0].device):
+            return Choice(_eager, "eager", "a Triton kernel did not compile for the device")
         return Choice(_triton.UNLESS_BROKEN, "triton", "Triton kernels for the tensors' device")
     if name == "triton":
         raise ValueError(

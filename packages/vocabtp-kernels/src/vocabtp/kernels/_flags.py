@@ -79,5 +79,9 @@ def give(flag: Flag) -> None:
 
 def capturing(device: torch.device) -> bool:
     """Whether what the current stream is given is recorded in a graph, not run."""
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())
+    module = torch.get_device_module(device)
+    ask = getattr(module, "is_current_stream_capturing", None)
+    if ask is None:
+        return False
+    with module.device(device):
+        return bool(ask())

@@ -152,10 +152,12 @@ def check_ids() -> None:
 
     A call that is captured in a CUDA graph reports nothing while it is captured, whatever its
     `validate_ids`. After a replay its rows are NaN as ever, and this function, but no op, reports
-    them: it waits for the whole device if there are such graphs. A process whose very first call
-    of the package is captured gets the NaN alone, since the memory for the report must be there
-    before a capture begins: run a step before you capture one, as PyTorch advises anyway. While
-    the current stream is captured this function does nothing.
+    them: it waits for the whole device if there are such graphs. A captured call is remembered,
+    with one number a row, as long as the process lives, since nothing tells when its graph is gone.
+    The memory for reports must be there before a capture begins: a process whose very first call of
+    the package is captured, or which captures more than 256 such calls with none in between that
+    is not, gets the NaN alone. So run a step before you capture one, as PyTorch advises anyway.
+    While the current stream is captured this function does nothing.
 
     Raises:
         ValueError: an id outside of `[0, V)` that is not `ignore_index`, the same on every rank.

@@ -38,8 +38,14 @@ def kl_forward(a: Tensor, b: Tensor, spec: PairSpec) -> tuple[Tensor, list[Tenso
         impl, temperature = spec.implementation, spec.temperature
         # one part a rank crosses the wire
         merged = spec.exchange is not LOCAL
-        parts = impl.kl_stats(rows_a, rows_b, spec.dtype(a, b), temperature, merged=merged)
-        values, stats = impl.finish_kl(_stats.gather(parts, spec.exchange), temperature)
+        # nested, so that nothing keeps the parts of a row
+        values, stats = impl.finish_kl(
+            _stats.gather(
+                impl.kl_stats(rows_a, rows_b, spec.dtype(a, b), temperature, merged=merged),
+                spec.exchange,
+            ),
+            temperature,
+        )
         if spec.clip is None:
             return values, [*stats]
         terms = impl.kl_terms(rows_a, rows_b, stats, temperature, spec.clip, merged=merged)
@@ -82,8 +88,13 @@ def jsd_forward(student: Tensor, teacher: Tensor, spec: PairSpec) -> tuple[Tenso
         p, q = as_rows(student), as_rows(teacher)
         impl, temperature = spec.implementation, spec.temperature
         merged = spec.exchange is not LOCAL
-        parts = impl.pair_stats(p, q, spec.dtype(student, teacher), temperature, merged=merged)
-        stats = impl.merge_pair(_stats.gather(parts, spec.exchange), temperature)
+        stats = impl.merge_pair(
+            _stats.gather(
+                impl.pair_stats(p, q, spec.dtype(student, teacher), temperature, merged=merged),
+                spec.exchange,
+            ),
+            temperature,
+        )
         terms = impl.jsd_terms(p, q, stats, temperature, spec.beta, spec.clip, merged=merged)
         terms = _stats.gather_terms(terms, spec.exchange)
         values, terms = impl.finish_terms(terms, stats, spec.scale)

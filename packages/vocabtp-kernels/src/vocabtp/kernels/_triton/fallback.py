@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from vocabtp.kernels import _eager
 from vocabtp.kernels._stats import ShardStats
 from vocabtp.kernels._triton import jsd, kl, launch, merge, tokens
@@ -45,7 +47,7 @@ class _UnlessBroken:
 def _attempt(function: str, first: Any, *args: Any, **options: Any) -> Any:
     # rows, statistics or a tensor
     where = first.sums.device if isinstance(first, ShardStats) else first.device
-    if not _broken or launch.name(where) not in _broken:
+    if not broken(where):
         try:
             return _FUNCTIONS[function](first, *args, **options)
         except launch.CannotCompile as error:
@@ -58,6 +60,11 @@ def _attempt(function: str, first: Any, *args: Any, **options: Any) -> Any:
                     stacklevel=2,
                 )
     return getattr(_eager, function)(first, *args, **options)
+
+
+def broken(device: torch.device) -> bool:
+    """Whether a kernel did not compile for it."""
+    return bool(_broken) and launch.name(device) in _broken
 
 
 UNLESS_BROKEN = cast("Implementation", _UnlessBroken())

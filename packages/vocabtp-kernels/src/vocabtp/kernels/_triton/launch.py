@@ -8,6 +8,7 @@ rows there are.
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -188,5 +189,9 @@ def run(kernel: Any, programs: int, device: torch.device, *args: object, **optio
 
 
 def _of_compiler(error: Exception) -> bool:
-    # the passes after Triton's own front end fail as RuntimeError
-    return isinstance(error, TritonError | NotImplementedError) or "PassManager" in str(error)
+    # the passes after Triton's own front end fail as RuntimeError, as does a host without the C
+    # compiler that a launcher is built with; one that cannot build it ends with an error of its own
+    kinds = (TritonError, NotImplementedError, subprocess.CalledProcessError)
+    return isinstance(error, kinds) or any(
+        words in str(error) for words in ("PassManager", "Failed to find C compiler")
+    )
