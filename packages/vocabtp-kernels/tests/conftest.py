@@ -15,6 +15,11 @@ from vocabtp.kernels.testing import OPS
 triton_interpreter.switch_on()
 
 
+# ten times what eager PyTorch needs for logits some 25 apart: fp32's eps of an exponent's argument,
+# of a logarithm and of the sums; a chip's own exp2 and log2 add 3e-7
+_PART = 1e-4
+
+
 class Call:
     """One op with its options; `sides` logits tensors, ids if `takes_ids`."""
 
@@ -43,6 +48,28 @@ class Call:
     def true_gradients(self, *logits, upstream, index=None, **options):
         op = getattr(reference, self.function)
         return reference.gradients(op, logits[: self.sides], upstream, **self._args(index, options))
+
+    def assert_each_near(self, gradients, truths, *logits):
+        """Judge every element of gradients, for upstream gradients of 1, by its own size.
+
+        A rounding to the logits' dtype and, for the fp32 before it, `_PART` of the element and of
+        the probability of its column, since an element is a difference of numbers of that size.
+        The rule for whole tensors sees the most probable columns alone.
+        """
+        softmax = [
+            torch.softmax(x.double() / self.options.get("temperature", 1.0), -1)
+            for x in logits[: self.sides]
+        ]
+        sizes = list(softmax)
+        if self.function == "kl_div" or self.options.get("beta") in (0.0, 1.0):
+            # KL(A || B) has b - a as the gradient to B
+            b = 1 if self.options.get("reverse") or self.options.get("beta") == 1.0 else 0
+            sizes[b] = softmax[0] + softmax[1]
+        for grad, right, size in zip(gradients, truths, sizes, strict=True):
+            rounding = torch.finfo(grad.dtype).eps / 2 if grad.dtype != torch.float32 else 0.0
+            allowed = (rounding + _PART) * right.abs() + _PART * size
+            excess = ((grad.double() - right).abs() / allowed.clamp(min=1e-35)).max().item()
+            assert excess <= 1, f"{self.name}: an element errs {excess:.3g} times what it may"
 
 
 @pytest.fixture(params=list(OPS))

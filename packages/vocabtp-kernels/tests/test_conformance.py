@@ -131,3 +131,29 @@ def test_a_wrong_op_fails_its_cases():
                 failed.add(case.make.__name__)
     assert {"masked", "disagreement", "undefined"} <= failed
     assert "normal" not in failed
+
+
+def test_every_element_of_a_gradient(call):
+    g = torch.Generator().manual_seed(5)
+    s = torch.randn(2, 9_001, generator=g) * 3
+    t = s + torch.randn(2, 9_001, generator=g)
+    s[0, :4_000], t[0, :4_000] = -float("inf"), -float("inf")
+    index = torch.randint(4_000, 9_001, (2, 2), generator=g)
+    logits = [s, t][: call.sides]
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [x.to(dtype).requires_grad_() for x in logits]
+        values = call(*leaves, index=index)
+        grads = torch.autograd.grad([v.sum() for v in values], leaves)
+        wide = [x.detach().double() for x in leaves]
+        truths = call.true_gradients(
+            *wide, upstream=[torch.ones_like(v) for v in values], index=index
+        )
+        call.assert_each_near(grads, truths, *wide)
+        # a column of the usual size, which is far below the largest, and a masked one
+        usual = truths[0][1].abs().median()
+        at = (truths[0][1].abs() - usual).abs().argmin()
+        for row, column, wrong in ((1, at, 1.01 * truths[0][1, at]), (0, 7, 1e-20)):
+            spoilt = grads[0].clone()
+            spoilt[row, column] = wrong + (0.0 if dtype == torch.float32 else 0.01 * wrong)
+            with pytest.raises(AssertionError, match="an element errs"):
+                call.assert_each_near([spoilt, *grads[1:]], truths, *wide)

@@ -11,7 +11,7 @@ PLACES = (0, 4_000, 8_191)
 # the eager path launches a kernel for every few columns of every block of rows: fewer of them
 BACKENDS = [("triton", WIDTH), ("triton", WIDTH - 1), ("eager", 3_001)]
 
-pytestmark = [pytest.mark.gpu, pytest.mark.large]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def same(got, want, rows=slice(None)):
         assert torch.equal(one, many[rows].to(one.dtype))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("backend", "width"), BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_row_has_the_same_bits_in_any_company(call, dtype, width, backend, rows):
@@ -71,6 +72,7 @@ def test_row_has_the_same_bits_in_any_company(call, dtype, width, backend, rows)
             same(run(call, s[some], t[some], index[some], upstream[some]), many, some)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("backend", "width"), BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_has_the_bits_of_the_same_numbers_in_fp32(call, dtype, width, backend, rows):
@@ -82,3 +84,29 @@ def test_low_precision_has_the_bits_of_the_same_numbers_in_fp32(call, dtype, wid
         assert [x.dtype for x in low[-call.sides :]] == [dtype] * call.sides
         same(low, run(call, s.float(), t.float(), index, upstream))
         same(low[: -call.sides], run(call, s, t.float(), index, upstream)[: -call.sides])
+
+
+@pytest.mark.parametrize("call", ["logprobs", "logprobs_and_entropy"], indirect=True)
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_many_ids_of_few_rows_and_of_many(call, dtype, backend, device):
+    """The ids of few rows are spread over more programs than those of many rows."""
+    rows, width, ids = 2_000, 3_001, 300
+    g = torch.Generator(device).manual_seed(1)
+    s = (torch.randn(rows, width, generator=g, device=device) * 3).to(dtype)
+    # of 100 columns, so that each comes several times, in tiles far apart
+    index = torch.randint(0, 100, (rows, ids), generator=g, device=device) * 30
+    index[::7, ::5] = -100
+    upstream = torch.randn(rows, ids, generator=g, device=device)
+
+    def both(some):
+        leaf = s[some].requires_grad_()
+        values = call(leaf, index=index[some])
+        lead = [upstream[some] if v.dim() == 2 else upstream[some, 0] for v in values]
+        return (*values, *torch.autograd.grad(values, leaf, lead))
+
+    with vk.backend(backend):
+        many = both(slice(None))
+        for some in (slice(5, 6), slice(100)):
+            same(both(some), many, some)
+    assert all(x.isfinite().all() for x in many)

@@ -59,6 +59,8 @@ def test_real_widths(call, width, dtype, device):
         # twice that of the conformance cases: the hardware logarithm of JSD's quick way
         floor = 4 * torch.finfo(torch.float32).eps * size
         assert_no_worse(mine, yardstick, right, floor=floor, what=call.name)
+    for found in (actual, eager):
+        call.assert_each_near(found[len(values) :], grads, *wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -108,8 +110,10 @@ def test_nearly_equal_sides(difference, device):
         assert ((value - truth).abs() <= 1e-6 + 1e-6 * truth).all()
 
 
-def test_nothing_of_the_logits_size_is_allocated(call, device):
-    rows, width = 512, 75_968
+# the second is cut into the most segments that there are
+@pytest.mark.parametrize("width", [75_968, 262_144])
+def test_nothing_of_the_logits_size_is_allocated(call, width, device):
+    rows = 512
     s, t = sides(rows, width, device, torch.bfloat16)
     index = torch.zeros(rows, 2, dtype=torch.int64, device=device)
     leaves = [x.requires_grad_() for x in (s, t)][: call.sides]
@@ -118,10 +122,41 @@ def test_nothing_of_the_logits_size_is_allocated(call, device):
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
         values = call(*leaves, index=index)
+        # by itself: gradients are larger than whatever a forward could hide behind them
+        forward = torch.accelerator.max_memory_allocated() - before
         grads = torch.autograd.grad([v.sum() for v in values], leaves)
-        peak = torch.accelerator.max_memory_allocated() - before
-        grads = sum(g.nbytes for g in grads)
-    assert peak - grads <= rows * 64 * 4 + 64 * 512
+        both = torch.accelerator.max_memory_allocated() - before - sum(g.nbytes for g in grads)
+        del values, grads
+    assert forward <= rows * 64 * 4 + 64 * 512
+    assert both <= rows * 64 * 4 + 64 * 512
+
+
+def test_tensors_of_another_device_than_the_current_one(call, device):
+    """The last device's, while the first is the current one; two where there are two."""
+    g = torch.Generator().manual_seed(0)
+    s, t = (torch.randn(6, 5_001, generator=g).bfloat16() for _ in range(2))
+    index = torch.randint(0, 5_000, (6, 2), generator=g)
+    count = torch.accelerator.device_count()
+    with torch.accelerator.device_index(0):
+        for backend in ("triton", "eager"):
+            found = []
+            for number in (0, count - 1):
+                there = torch.device(device.type, number)
+                ids = index.to(there)
+                with vk.backend(backend):
+                    found.append(run(call, s.to(there), t.to(there), ids))
+                    assert all(x.device == there for x in found[-1])
+                    vk.check_ids()
+                    x = s.to(there).requires_grad_()
+                    ids[3, 1] = 5_001
+                    lp = vk.logprobs(x, ids)
+                    with pytest.raises(ValueError, match=r"got 5001 at position \[3\]"):
+                        call(x, x, index=index.to(there))
+                    (grad,) = torch.autograd.grad(lp.sum(), x)
+                assert lp.isnan().any(1).tolist() == [row == 3 for row in range(6)]
+                assert grad.isnan().any(1).tolist() == [row == 3 for row in range(6)]
+                assert torch.accelerator.current_device_index() == 0
+            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
 
 
 def test_many_ids(device):
