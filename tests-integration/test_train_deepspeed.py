@@ -119,7 +119,7 @@ def test_two_copies(ranks, tmp_path, monkeypatch):
     nothing = recorded(empty, f"training.save_dir={tmp_path / 'nothing'}")
     assert all(step["grad_norm"] > CLIP for step in truth["metrics"])
     variants = [
-        (path, "zero0", "once", ENGINE, TEACHER3),
+        (path, "zero0", "once", ENGINE, TEACHER3, "teacher.payload=hidden"),
         (path, "zero2", "export", ENGINE, ZERO2),
         (empty, "empty", "once", ENGINE, ZERO2, TEACHER3),
     ]

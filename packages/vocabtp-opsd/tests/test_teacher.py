@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tiny_models import tiny_model
+from vocabtp.cache import PREFETCH_BYTES
 from vocabtp.dist import GroupExchange
 from vocabtp.kernels import kl_div
+from vocabtp.opsd.config import TeacherConfig
 from vocabtp.opsd.model import place_model
 from vocabtp.opsd.parallel import Layout, make_layout
 from vocabtp.opsd.rollout import generate
@@ -45,11 +47,13 @@ def _scores(rank, world):
     for kind, tied in (("llama", True), ("gemma2", False), ("gpt2", True)):
         whole = tiny_model(kind, tied=tied, seed=1)
         model = place_model(tiny_model(kind, tied=tied, seed=1), layout, name="t", trainable=False)
-        teacher = Teacher(model, student=student)
         columns = slice(model.shard.start, model.shard.end)
-        for own in (None, OWN_PROMPTS):
+        for own, payload in ((None, "logits"), (OWN_PROMPTS, "logits"), (OWN_PROMPTS, "hidden")):
+            teacher = Teacher(model, student=student, payload=payload, prefetch_bytes=1234)
             expected = by_hand(whole, own or PROMPTS, rollout)[:, columns]
             with teacher.score(rollout, own) as cache:
+                assert (cache.payload, cache.prefetch_bytes) == (payload, 1234)
+                assert cache.row_nbytes == 4 * (32 if payload == "hidden" else model.shard.width)
                 assert cache.shape == expected.shape
                 assert cache.dtype == torch.float32
                 scored = cache.fetch(0, expected.shape[0], shard=model.shard)
@@ -133,12 +137,14 @@ def test_a_module_shared_with_the_student_keeps_learning():
     assert all(p.requires_grad for p in module.parameters())
 
 
-def test_an_empty_rollout_leaves_an_empty_cache():
+@pytest.mark.parametrize("payload", ["logits", "hidden"])
+def test_an_empty_rollout_leaves_an_empty_cache(payload):
     model = place_model(tiny_model("llama"), Layout(), name="t", trainable=False)
     rollout = some_rollout(model, max_response_length=0)
-    with Teacher(model).score(rollout) as cache:
-        assert cache.shape == (0, 37)
-    with Teacher(model).score(rollout, OWN_PROMPTS) as cache:
+    teacher = Teacher(model, payload=payload)
+    with teacher.score(rollout) as cache:
+        assert cache.shape == cache.fetch(0, 0).shape == (0, 37)
+    with teacher.score(rollout, OWN_PROMPTS) as cache:
         assert cache.shape == (0, 37)
 
 
@@ -164,3 +170,7 @@ def test_offloaded_weights_are_on_the_device_for_the_pass_only(monkeypatch):
     with pytest.raises(TypeError):
         teacher.score(rollout)
     assert moves[4:] == [device, cpu]
+
+
+def test_the_default_budget_is_the_caches():
+    assert TeacherConfig(model_name_or_path="t").prefetch_bytes == PREFETCH_BYTES

@@ -1,5 +1,6 @@
 """A teacher's distribution kept in host memory between its forward pass and the student's loss."""
 
+from vocabtp.cache._ahead import PREFETCH_BYTES
 from vocabtp.cache._identity import Identity
 from vocabtp.cache._version import __version__
 from vocabtp.cache.hidden import TeacherHead, TeacherHiddenCache
@@ -9,6 +10,7 @@ from vocabtp.cache.stream import TeacherLogitStream
 from vocabtp.cache.teacher import TeacherCache
 
 __all__ = [
+    "PREFETCH_BYTES",
     "Identity",
     "PinnedPool",
     "TeacherCache",

@@ -42,9 +42,18 @@ class TeacherConfig(StudentConfig):
         default=False,
         description="Keep the teacher's weights in host memory between its forward passes.",
     )
-    payload: Literal["logits"] = Field(
+    payload: Literal["logits", "hidden"] = Field(
         default="logits",
-        description="What of the teacher waits on the host until the loss reads it.",
+        description="What of the teacher waits on the host until the loss reads it: its logits, "
+        "or the hidden states in front of its head, which are as many times fewer bytes as the "
+        "vocabulary's part is wider than the model; the head's weights then stay on the device "
+        "while the loss runs.",
+    )
+    prefetch_bytes: int = Field(
+        default=2 << 30,
+        ge=0,
+        description="Bytes of the payload that may be on the device before the loss asks for them; "
+        "they are copied behind the student's forward. 0 copies each chunk when it is asked for.",
     )
     kind: Literal["model"] = Field(
         default="model", description="Where the teacher comes from: a model of its own."

@@ -32,6 +32,8 @@ FREE = frozenset(
         "distillation.chunk_size",
         "distillation.loss_backend",
         "teacher.offload_to_cpu",
+        "teacher.payload",
+        "teacher.prefetch_bytes",
         "parallel.tp",
         "parallel.nproc",
         "parallel.device",

@@ -116,7 +116,13 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
     ends: GenerationConfig | None = getattr(student.module, "generation_config", None)
     return Models(
         student=student,
-        teacher=Teacher(teacher, student=student, offload_to_cpu=config.teacher.offload_to_cpu),
+        teacher=Teacher(
+            teacher,
+            student=student,
+            offload_to_cpu=config.teacher.offload_to_cpu,
+            payload=config.teacher.payload,
+            prefetch_bytes=config.teacher.prefetch_bytes,
+        ),
         specials=special_ids(inputs.tokenizer, ends),
     )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vocabtp.cache import TeacherLogitCache
+from vocabtp.cache import PREFETCH_BYTES, TeacherCache, TeacherHiddenCache, TeacherLogitCache
 from vocabtp.opsd.model import LanguageModel, evaluating
 from vocabtp.opsd.rollout import Rollout, left_padded
 from vocabtp.opsd.sharding import release, sharding_of
+from vocabtp.opsd.teacher_head import check_head, response_states
 
 
 class Teacher:
@@ -24,6 +26,12 @@ class Teacher:
         model: The teacher; its head has the student's layout.
         student: The model in training. Unless both share one module, the teacher is frozen.
         offload_to_cpu: Keep the weights in host memory between two passes.
+        payload: What waits on the host: "logits", or "hidden" states and, on the device, the
+            head's weights.
+        prefetch_bytes: How much of it may be on the device before it is asked for.
+
+    Raises:
+        ModelError: On every rank: payload "hidden" and a head that `TeacherHead` cannot stand for.
     """
 
     def __init__(
@@ -32,6 +40,8 @@ class Teacher:
         *,
         student: LanguageModel | None = None,
         offload_to_cpu: bool = False,
+        payload: Literal["logits", "hidden"] = "logits",
+        prefetch_bytes: int = PREFETCH_BYTES,
     ) -> None:
         self.model = model
         self._shared = student is not None and student.module is model.module
@@ -39,12 +49,17 @@ class Teacher:
         if not self._shared:
             model.module.requires_grad_(False)
             model.module.eval()
+        self._payload = payload
+        self._options: dict[str, Any] = {"donate": True, "prefetch_bytes": prefetch_bytes}
+        if payload == "hidden":
+            with torch.no_grad(), evaluating(model.module):
+                check_head(model)
         if self._offload:
             model.module.to("cpu")
 
     def score(
         self, rollout: Rollout, teacher_prompts: Sequence[Sequence[int]] | None = None
-    ) -> TeacherLogitCache:
+    ) -> TeacherCache:
         """The teacher's logits for every response token, packed row by row as the student's.
 
         Args:
@@ -53,19 +68,21 @@ class Teacher:
                 the student's.
 
         Returns:
-            A cache of `[rows, L]` in the dtype of the teacher's weights; the caller frees it.
+            A cache of `[rows, L]` in the dtype of the teacher's weights, of the kind that
+            `payload` says; the caller frees it.
 
         Raises:
             ValueError: The number of teacher prompts is not the number of samples.
         """
-        tokens, attention_mask, response_mask = self._batch(rollout, teacher_prompts)
-        module = self.model.module
+        batch = self._batch(rollout, teacher_prompts)
+        module, shard = self.model.module, self.model.shard
         with torch.no_grad(), evaluating(module), self._on_device():
-            logits = self.model.response_logits(tokens, attention_mask, response_mask)
+            if self._payload == "hidden":
+                states, head = response_states(self.model, *batch)
+                return TeacherHiddenCache.store(states, head, shard, **self._options)
+            logits = self.model.response_logits(*batch)
         release(module)
-        return TeacherLogitCache.store(
-            logits, shard=self.model.shard, dtype=module.dtype, donate=True
-        )
+        return TeacherLogitCache.store(logits, shard, module.dtype, **self._options)
 
     def idle(self) -> None:
         """Take part in a `score` of other data-parallel copies, without a sample of one's own.
