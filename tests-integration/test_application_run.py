@@ -90,17 +90,25 @@ def files(tmp_path):
 
 
 def trained(rank, world, target, paths):
-    """Both runs; what they answered, lost and ended at."""
+    """Each run; what they answered, lost and ended at."""
     out = []
-    for name, path in paths.items():
-        run = recorded(path, f"training.save_dir={target / name}", "parallel.device=cpu")
+    for name, (path, *overrides) in paths.items():
+        folder = f"training.save_dir={target / name}"
+        run = recorded(path, folder, "parallel.device=cpu", *overrides)
         out.append({key: run[key] for key in ("answers", "losses", "weights")})
     return out
 
 
 def test_the_applications_files_train_as_ours_do(ranks, files, tmp_path):
     app, own = files
-    for theirs, ours in ranks(trained, 2, tmp_path / "runs", {"app": app, "own": own}):
+    paths = {
+        "torch": (app,),
+        "own": (own,),
+        "deepspeed": (app, "parallel.engine=deepspeed"),
+    }
+    for theirs, ours, deepspeed in ranks(trained, 2, tmp_path / "runs", paths):
+        assert deepspeed["answers"] == ours["answers"]
+        assert deepspeed["losses"] == pytest.approx(ours["losses"], rel=1e-5)
         assert theirs["answers"] == ours["answers"]
         assert theirs["losses"] == ours["losses"]
         assert len(set(ours["losses"])) == 3

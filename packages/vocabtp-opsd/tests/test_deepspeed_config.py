@@ -454,10 +454,23 @@ def test_a_teacher_on_the_host_is_not_sharded(load, warned):
     assert "zero_optimization.stage 3 is not used: teacher.offload_to_cpu" in warned.text
 
 
+def test_stages_of_the_deepspeed_engine(load, refusal, tmp_path):
+    ours = {"parallel": {"engine": "deepspeed"}, "teacher": {"offload_to_cpu": True}}
+    config = load({"zero_optimization": {"stage": 1}}, ours)
+    assert config.parallel.shard == "zero2"
+    assert config.deepspeed_config["zero_optimization"] == {"stage": 1}
+    assert refusal({"zero_optimization": {"stage": 3}}, ours).startswith(
+        f"{tmp_path}/ds.json:3: zero_optimization.stage is 3, but parallel.engine is 'deepspeed'"
+    )
+
+
 def test_the_torch_engine_names_what_it_does_not_read(load, warned):
     load({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 5})
     assert "parallel.engine is torch" in warned.text
-    assert "not zero_optimization.overlap_comm, steps_per_print" in warned.text
+    assert (
+        "not for zero_optimization.overlap_comm, steps_per_print; parallel.engine=deep"
+        in warned.text
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

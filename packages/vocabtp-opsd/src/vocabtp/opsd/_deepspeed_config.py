@@ -20,6 +20,7 @@ from vocabtp.opsd._deepspeed_settings import (
     STAGES,
     check_head,
     check_optimizer,
+    check_stage,
     equal,
     schedule_notices,
     settings,
@@ -45,6 +46,7 @@ def take_over(reading: Reading, values: dict[str, Any], where: dict[str, str]) -
     """
     notices = schedule_notices(reading, values)
     check_optimizer(reading)
+    check_stage(reading, values)
     for setting in settings(values):
         value = find(reading.values, setting.theirs)
         if value is None:
@@ -89,7 +91,8 @@ def take_over(reading: Reading, values: dict[str, Any], where: dict[str, str]) -
 def _host_teacher(ours: str, wanted: Any, values: dict[str, Any]) -> bool:
     """Whether a stage would shard a teacher that is kept on the host."""
     offloaded = values.get("teacher", {}).get("offload_to_cpu") is True
-    return ours == "parallel.shard" and wanted != "none" and offloaded
+    together = values.get("parallel", {}).get("engine", "torch") == "torch"
+    return ours == "parallel.shard" and wanted != "none" and offloaded and together
 
 
 def resolved(rest: dict[str, Any], config: Config) -> dict[str, Any]:

@@ -100,6 +100,18 @@ def check_optimizer(reading: Reading) -> None:
             )
 
 
+def check_stage(reading: Reading, values: dict[str, Any]) -> None:
+    """Stage 3 is the torch engine's."""
+    engine = values.get("parallel", {}).get("engine")
+    if engine == "deepspeed" and find(reading.values, "zero_optimization.stage") == 3:
+        raise reading.error(
+            "zero_optimization.stage",
+            "is 3, but parallel.engine is 'deepspeed', with which the student takes 0, 1 or 2 (and "
+            "parallel.teacher_shard zero3 partitions the teacher); parallel.engine torch has "
+            "stage 3",
+        )
+
+
 def schedule_notices(reading: Reading, values: dict[str, Any]) -> list[str]:
     """What of DeepSpeed's schedules there is no key for; only a straight warm-up from 0."""
     params = find(reading.values, "scheduler.params") or {}

@@ -15,8 +15,8 @@ def notices_of(config: Sections) -> list[str]:
         notices.append("rollout.top_p and top_k have no effect with rollout.temperature 0 (greedy)")
     if config.deepspeed_config is not None and config.parallel.engine == "torch":
         notices.append(
-            "parallel.engine is torch: of deepspeed_config, what keys of the sections say too is "
-            "read" + _unread(config.deepspeed_config)
+            "parallel.engine is torch: deepspeed_config is read for what keys of the sections say "
+            f"too{_unread(config.deepspeed_config)}; parallel.engine=deepspeed runs DeepSpeed"
         )
     t = config.training
     if 0 < t.max_steps <= t.warmup_steps:
@@ -34,4 +34,4 @@ def _unread(own: dict[str, Any]) -> str:
         for inner in (value if isinstance(value, dict) else [""])
     ]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"; not {', '.join(names[:4])}{more}" if names else ""
+    return f", not for {', '.join(names[:4])}{more}" if names else ""
