@@ -137,6 +137,41 @@ def test_collectives_alone_uses_torch_distributed():
     assert distributed_uses(ROOT / "packages") == []
 
 
+def numpy_uses(packages: Path) -> list[str]:
+    """Uses of numpy, also through a tensor, in layers that do not declare it."""
+    found = []
+    for project in sorted(packages.glob("*/pyproject.toml")):
+        needs = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+        if "numpy" in {Requirement(text).name for text in needs}:
+            continue
+        for file in sorted(project.parent.glob("src/vocabtp/**/*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                names = {getattr(node, key, None) or "" for key in ("attr", "id", "name", "module")}
+                if any(re.match(r"numpy\b|from_numpy$|__array__$", name) for name in names):
+                    found.append(f"{file.name}:{node.lineno}")
+    return found
+
+
+def test_numpy_is_used_where_it_is_declared():
+    assert numpy_uses(ROOT / "packages") == []
+
+
+@pytest.mark.parametrize("layer", ["kernels", "dist", "cache"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import numpy as np",
+        "from numpy.random import default_rng",
+        "def f(x):\n    return x.cpu().numpy()",
+        "import torch\n\n\ndef f(x):\n    return torch.from_numpy(x)",
+    ],
+)
+def test_another_user_of_numpy_is_named(tree, layer, code):
+    plant(tree, layer, code)
+    (named,) = numpy_uses(tree / "packages")
+    assert named.startswith("planted.py:")
+
+
 @pytest.mark.parametrize("layer", ["dist", "cache"])
 @pytest.mark.parametrize(
     "code",

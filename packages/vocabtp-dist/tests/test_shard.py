@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vocabtp.dist import VocabShard, agree
+from vocabtp.dist import VocabShard, agree, vocab_parallel_entropy
 from vocabtp.dist.shard import bounds_problem, even_bounds
 from vocabtp.dist.testing import layouts
 
@@ -56,6 +56,18 @@ def test_shard_is_frozen_and_checks_its_numbers():
         VocabShard(0, True, 9)
     with pytest.raises(TypeError, match=r"tp_group must be a torch\.distributed\.ProcessGroup"):
         VocabShard(0, 2, 9, "tp")
+
+
+def test_what_is_passed_in_place_of_a_group_is_told_where_to_go():
+    x = torch.randn(2, 3)
+    with pytest.raises(TypeError, match=r"or None, got VocabShard; pass it as shard="):
+        vocab_parallel_entropy(x, VocabShard.even(3))
+
+    class DeviceMesh:
+        """Stands for torch's, which wants ranks."""
+
+    with pytest.raises(TypeError, match=r"got DeviceMesh; pass mesh\.get_group\(\)$"):
+        vocab_parallel_entropy(x, DeviceMesh())
 
 
 def test_single_process_shard_is_the_whole_vocabulary():

@@ -79,8 +79,12 @@ def exchange_records(
         return [_decode(data)]
     mine = torch.zeros(_RECORD_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = all_gather(mine.to(control_device(group)), group).cpu().numpy()
-    return [_decode(row.tobytes().rstrip(b"\0")) for row in rows]
+    rows = all_gather(mine.to(control_device(group)), group)
+    # by way of memory that Python can read: Tensor.numpy() needs numpy, which torch does not bring
+    said = bytearray(rows.numel())
+    torch.frombuffer(said, dtype=torch.uint8).copy_(rows.view(-1))
+    records = (said[i : i + _RECORD_BYTES] for i in range(0, len(said), _RECORD_BYTES))
+    return [_decode(record.rstrip(b"\0")) for record in records]
 
 
 def disagreement(records: Sequence[Record], only: Sequence[str] | None = None) -> str | None:
@@ -133,7 +137,7 @@ def _json_bytes(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
-def _decode(data: bytes) -> Record:
+def _decode(data: bytes | bytearray) -> Record:
     facts, error = json.loads(data)
     return Record(facts=facts, error=error)
 

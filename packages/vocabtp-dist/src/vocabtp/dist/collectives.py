@@ -48,9 +48,15 @@ def check_group(group: object, name: str) -> None:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{name}: this process is not a member of the group")
     if not isinstance(group, dist.ProcessGroup):
+        kind = type(group).__name__
         raise TypeError(
-            f"{name} must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}"
+            f"{name} must be a torch.distributed.ProcessGroup or None, got {kind}"
+            + _INSTEAD.get(kind, "")
         )
+
+
+# what belongs to a group and is easily passed in its place
+_INSTEAD = {"VocabShard": "; pass it as shard=", "DeviceMesh": "; pass mesh.get_group()"}
 
 
 def control_device(group: ProcessGroup) -> torch.device:
