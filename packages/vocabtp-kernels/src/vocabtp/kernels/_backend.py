@@ -218,8 +218,11 @@ def which_backend(*tensors: Tensor) -> tuple[str, str]:
         `(name, reason)`, both for reading by people; the name is "eager" or "triton".
 
     Raises:
+        TypeError: without a tensor.
         ValueError: inside `backend("triton")` with tensors that it cannot take.
     """
+    if not tensors:
+        raise TypeError("which_backend: give the logits of the call, got no tensor")
     choice = choose("which_backend", *tensors)
     return choice.name, choice.reason
 
