@@ -462,6 +462,20 @@ def test_stages_of_the_deepspeed_engine(load, refusal, tmp_path):
     assert refusal({"zero_optimization": {"stage": 3}}, ours).startswith(
         f"{tmp_path}/ds.json:3: zero_optimization.stage is 3, but parallel.engine is 'deepspeed'"
     )
+    away = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert refusal(away, ours).startswith(
+        f"{tmp_path}/ds.json:4: zero_optimization.offload_optimizer is not supported"
+    )
+    assert load(away).deepspeed_config["zero_optimization"] == away["zero_optimization"]
+
+
+def test_autotps_own_plan_is_told(load, warned):
+    theirs = {"tensor_parallel": {"autotp_size": 2, "preset_model": "qwen2"}}
+    assert load(theirs).deepspeed_config["tensor_parallel"] == {
+        "autotp_size": 2,
+        "vocab_parallel_lm_head": True,
+    }
+    assert "tensor_parallel.preset_model: not used, models are cut by this" in warned.text
 
 
 def test_the_torch_engine_names_what_it_does_not_read(load, warned):
@@ -478,7 +492,7 @@ def test_the_resolved_configuration_is_read_back(load, tmp_path, stage):
     theirs = {
         **ZERO2,
         "zero_optimization": {"stage": stage, "sub_group_size": 5},
-        "tensor_parallel": {"autotp_size": 2, "preset_model": "qwen2"},
+        "tensor_parallel": {"autotp_size": 2},
     }
     config = load({key: theirs[key] for key in theirs if key != "train_batch_size"}).for_world(4)
     assert config.deepspeed_config["zero_optimization"] == {"stage": stage, "sub_group_size": 5}

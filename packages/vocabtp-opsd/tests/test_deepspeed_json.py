@@ -116,7 +116,7 @@ def test_a_file_of_deepspeed_is_read(config, tmp_path):
     found = complete(chosen, LAYOUT)
     assert found["zero_optimization"] == {"stage": 2, "overlap_comm": False}
     file.write_text('{"zero_optimization": {"stage": 3}}')
-    with pytest.raises(ConfigError, match=r"ds.json:1: parallel.shard is zero3"):
+    with pytest.raises(ConfigError, match=r"ds.json:1: zero_optimization.stage is 3"):
         config(None, f"deepspeed_config={file}")
 
 

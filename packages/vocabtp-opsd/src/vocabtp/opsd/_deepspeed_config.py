@@ -18,9 +18,9 @@ from vocabtp.opsd._deepspeed_keys import READ, REFUSALS, find
 from vocabtp.opsd._deepspeed_settings import (
     BATCH,
     STAGES,
+    check_engine,
     check_head,
     check_optimizer,
-    check_stage,
     equal,
     schedule_notices,
     settings,
@@ -46,7 +46,7 @@ def take_over(reading: Reading, values: dict[str, Any], where: dict[str, str]) -
     """
     notices = schedule_notices(reading, values)
     check_optimizer(reading)
-    check_stage(reading, values)
+    check_engine(reading, values)
     for setting in settings(values):
         value = find(reading.values, setting.theirs)
         if value is None:
@@ -78,6 +78,15 @@ def take_over(reading: Reading, values: dict[str, Any], where: dict[str, str]) -
     if find(reading.values, "hybrid_engine.enabled"):
         notices.append(
             f"{reading.prefix}hybrid_engine is not used: answers come from this package's own loop"
+        )
+    own_plan = [
+        f"{reading.prefix}tensor_parallel.{key}"
+        for key in find(reading.values, "tensor_parallel") or ()
+        if key not in ("autotp_size", "vocab_parallel_lm_head")
+    ]
+    if own_plan:
+        notices.append(
+            f"{', '.join(own_plan)}: not used, models are cut by this package's own plan"
         )
     if values.get("training", {}).get("max_grad_norm") is None:
         notices.append(
@@ -118,19 +127,19 @@ def resolved(rest: dict[str, Any], config: Config) -> dict[str, Any]:
         zero["stage"] = _STAGE_OF[config.parallel.shard]
     if config.parallel.tp > 1:
         head = config.distillation.loss_backend != "dense"
-        tensor = out.setdefault("tensor_parallel", {})
-        tensor |= {"autotp_size": config.parallel.tp, "vocab_parallel_lm_head": head}
-    else:
-        out.pop("tensor_parallel", None)
+        out["tensor_parallel"] = {
+            "autotp_size": config.parallel.tp,
+            "vocab_parallel_lm_head": head,
+        }
     return out
 
 
 def unresolved(full: dict[str, Any], config: Config) -> dict[str, Any]:
     """What `resolved` was given: the configuration without what our keys say."""
     out = copy.deepcopy(full)
-    for key in (*BATCH, "gradient_clipping"):
+    for key in (*BATCH, "gradient_clipping", "tensor_parallel"):
         out.pop(key, None)
-    owned = {"bf16": ["enabled"], "tensor_parallel": ["autotp_size", "vocab_parallel_lm_head"]}
+    owned = {"bf16": ["enabled"]}
     if find(full, "zero_optimization.stage") == _STAGE_OF[config.parallel.shard]:
         owned["zero_optimization"] = ["stage"]
     for section, keys in owned.items():
@@ -150,7 +159,7 @@ def _rest(values: dict[str, Any]) -> dict[str, Any]:
         held = find(out, above[0]) if above else out
         if isinstance(held, dict):
             held.pop(key, None)
-    owned = {"bf16": ["enabled"], "tensor_parallel": ["autotp_size", "vocab_parallel_lm_head"]}
+    owned = {"bf16": ["enabled"]}
     # stage 1 has no name of its own among ours
     if find(out, "zero_optimization.stage") != 1:
         owned["zero_optimization"] = ["stage"]

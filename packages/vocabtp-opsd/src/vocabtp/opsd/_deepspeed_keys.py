@@ -16,6 +16,7 @@ READ = frozenset(
         "optimizer",
         "scheduler",
         "hybrid_engine",
+        "tensor_parallel",
     }
 )
 
@@ -41,7 +42,6 @@ PASSED = frozenset(
         "memory_breakdown",
         "prescale_gradients",
         "steps_per_print",
-        "tensor_parallel",
         "tensorboard",
         "timers",
         "vocabulary_size",

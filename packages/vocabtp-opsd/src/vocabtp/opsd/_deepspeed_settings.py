@@ -14,6 +14,7 @@ STAGES = {0: "none", 1: "zero2", 2: "zero2", 3: "zero3"}
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
+_OFFLOADING = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param")
 # values of DeepSpeed's optimizers that the update rules here have too
 _FIXED = {
     "adam_w_mode": (True,),
@@ -100,16 +101,25 @@ def check_optimizer(reading: Reading) -> None:
             )
 
 
-def check_stage(reading: Reading, values: dict[str, Any]) -> None:
-    """Stage 3 is the torch engine's."""
-    engine = values.get("parallel", {}).get("engine")
-    if engine == "deepspeed" and find(reading.values, "zero_optimization.stage") == 3:
+def check_engine(reading: Reading, values: dict[str, Any]) -> None:
+    """What the DeepSpeed engine cannot do; the torch engine has stage 3, and does not offload."""
+    if values.get("parallel", {}).get("engine") != "deepspeed":
+        return
+    if find(reading.values, "zero_optimization.stage") == 3:
         raise reading.error(
             "zero_optimization.stage",
             "is 3, but parallel.engine is 'deepspeed', with which the student takes 0, 1 or 2 (and "
             "parallel.teacher_shard zero3 partitions the teacher); parallel.engine torch has "
             "stage 3",
         )
+    for key in _OFFLOADING:
+        value = find(reading.values, f"zero_optimization.{key}")
+        if value and not (isinstance(value, dict) and value.get("device") in (None, "none")):
+            raise reading.error(
+                f"zero_optimization.{key}",
+                "is not supported: weights and optimizer stay on the device; "
+                "teacher.offload_to_cpu and parallel.teacher_shard make room",
+            )
 
 
 def schedule_notices(reading: Reading, values: dict[str, Any]) -> list[str]:
