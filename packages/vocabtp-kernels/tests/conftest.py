@@ -9,7 +9,7 @@ import torch
 
 import triton_interpreter
 import vocabtp.kernels as vk
-from vocabtp.kernels import reference
+from vocabtp.kernels import _flags, reference
 from vocabtp.kernels.testing import OPS
 
 triton_interpreter.switch_on()
@@ -85,12 +85,38 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def waits(monkeypatch):
+    """The flags that a host waited for: torch's debug mode sees no wait for an event."""
+    seen, wait = [], _flags.Flag.wait
+
+    def counted(flag):
+        seen.append(flag)
+        wait(flag)
+
+    monkeypatch.setattr(_flags.Flag, "wait", counted)
+    return seen
+
+
 @pytest.fixture(scope="session")
 def interpreter():
     """Triton's interpreter, rounding as chips do."""
     with pytest.MonkeyPatch.context() as patch:
         triton_interpreter.patch(patch.setattr)
         yield
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles so small that a few hundred columns are several steps of several segments."""
+    from vocabtp.kernels._triton import jsd, launch
+
+    monkeypatch.setattr(launch, "TILE", 64)
+    monkeypatch.setattr(launch, "STEP", 256)
+    monkeypatch.setattr(launch, "BLOCK", 128)
+    monkeypatch.setattr(launch, "_LEAST_STEPS", 2)
+    monkeypatch.setattr(jsd, "_EXACT_TILE", 64)
+    return launch
 
 
 def pytest_terminal_summary(terminalreporter):

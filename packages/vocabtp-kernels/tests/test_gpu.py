@@ -102,19 +102,36 @@ def test_a_bad_id_is_reported_without_waiting(device):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_device(call, device):
+def test_a_call_waits_for_the_ids_of_the_one_before_and_for_nothing_else(call, device, waits):
     if device.type != "cuda":
         return
     s, t = (torch.randn(4, 1000, device=device, requires_grad=True) for _ in range(2))
     index = torch.zeros(4, 2, dtype=torch.int64, device=device)
-    call(s, t, index=index)
+
+    def step():
+        values = call(s, t, index=index)
+        torch.autograd.grad([v.sum() for v in values], [s, t][: call.sides])
+
+    vk.check_ids()
+    step()
+    waits.clear()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sum(v.sum() for v in call(s, t, index=index)).backward()
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == call.takes_ids
     vk.check_ids()
+    torch.cuda.synchronize()
+    waits.clear()
+    # half a second, behind which everything stays undone unless somebody waits
+    torch.cuda._sleep(1_000_000_000)
+    step()
+    assert not torch.cuda.current_stream().query()
+    assert not waits
+    vk.check_ids()
+    assert len(waits) == call.takes_ids
 
 
 def test_autocast_does_not_reach_inside(call, device):

@@ -1,4 +1,4 @@
-"""Every op in a CUDA graph, forward and backward, and without a wait for the device.
+"""Every op in a CUDA graph, forward and backward, and without a synchronization.
 
 What a graph has to say about ids is in test_ids_gpu.py.
 """
@@ -113,7 +113,8 @@ def test_a_replay_has_the_bits_of_a_call(call, needed, dtype, backend, cuda):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @EVERYTHING
 @pytest.mark.parametrize("backend", ["triton", "eager"])
-def test_no_call_waits_for_the_device(call, needed, backend, cuda):
+def test_a_call_by_itself_synchronizes_nothing(call, needed, backend, cuda, waits):
+    """With no ids before it that it would have to wait for."""
     if cuda is None:
         return
     inputs = static(cuda, torch.bfloat16)
@@ -122,8 +123,10 @@ def test_no_call_waits_for_the_device(call, needed, backend, cuda):
         run(call, inputs, needed)
         vk.check_ids()
         torch.cuda.synchronize()
+        waits.clear()
         torch.cuda.set_sync_debug_mode("error")
         try:
             run(call, inputs, needed)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert not waits

@@ -1,4 +1,4 @@
-"""Bad ids on an accelerator: who hears of them and when, without a wait and inside a CUDA graph."""
+"""Bad ids on an accelerator: who hears of them and when, who waits, and inside a CUDA graph."""
 
 import threading
 
@@ -46,7 +46,7 @@ def bad_ids(device, at=1, value=WIDTH, many=2):
 
 @pytest.fixture
 def watched():
-    """Errors, rather than a wait for the device that nobody asked for."""
+    """Errors where a call synchronizes or copies to the host; waits for events pass."""
 
     def during(call):
         torch.cuda.synchronize()
@@ -95,7 +95,7 @@ def test_validation_before_the_return(backend, device):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("many", [1, 2, 300])
-def test_no_call_waits_for_the_device(many, device, watched):
+def test_the_next_call_alone_waits_and_for_one_event(many, device, watched, waits):
     if device.type != "cuda":
         return
     x, good, bad = leaf(device), good_ids(device, many), bad_ids(device, many=many)
@@ -105,8 +105,12 @@ def test_no_call_waits_for_the_device(many, device, watched):
         (lp.sum() + h.sum() + vk.logprobs(x, good).sum() + vk.entropy(x).sum()).backward()
 
     calls(good)
+    waits.clear()
+    # the second and the third op each wait for the ids of the one before, no backward does
     watched(lambda: calls(good))
+    assert len(waits) == 2
     watched(lambda: vk.logprobs(x, bad))
+    assert len(waits) == 2
     with pytest.raises(ValueError, match=f"got {WIDTH}"):
         vk.check_ids()
 

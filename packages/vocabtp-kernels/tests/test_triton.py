@@ -109,19 +109,6 @@ def test_the_lowest_number_is_no_mask(op):
     run(Case(op, lowest))
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Tiles so small that a few hundred columns are several steps of several segments."""
-    from vocabtp.kernels._triton import jsd, launch
-
-    monkeypatch.setattr(launch, "TILE", 64)
-    monkeypatch.setattr(launch, "STEP", 256)
-    monkeypatch.setattr(launch, "BLOCK", 128)
-    monkeypatch.setattr(launch, "_LEAST_STEPS", 2)
-    monkeypatch.setattr(jsd, "_EXACT_TILE", 64)
-    return launch
-
-
 def several():
     """Two rows of several segments, the first segment of one without support."""
     g = torch.Generator().manual_seed(1)
@@ -244,24 +231,6 @@ def test_nearly_equal_sides(difference, beta):
         # the side whose gradient is centred on W / S
         side = 0 if reverse else 1
         assert (leaves[side].grad - rights[side]).norm() <= 2e-4 * rights[side].norm()
-
-
-@pytest.mark.parametrize("ids", [1, 3, 40])
-def test_ids_that_repeat(ids, small):
-    g = torch.Generator().manual_seed(5)
-    x = (torch.randn(2, 200, generator=g) * 3).bfloat16()
-    index = torch.randint(0, 9, (2, ids), generator=g)
-    index[1, -1] = -100
-    up = torch.randn(2, ids, generator=g)
-    leaf = x.clone().requires_grad_()
-    with vk.backend("triton"):
-        value = vk.logprobs(leaf, index)
-    value.backward(up)
-    right = reference.logprobs(x, index)
-    torch.testing.assert_close(value.double(), right, rtol=1e-6, atol=1e-6)
-    (truth,) = reference.gradients(reference.logprobs, [x], [up], index=index)
-    # all terms meet in fp32, so that one rounding is left
-    torch.testing.assert_close(leaf.grad.double(), truth, rtol=2.0**-8, atol=1e-6)
 
 
 def test_memory_outside_the_view_is_not_read(call):

@@ -118,6 +118,42 @@ def test_many_ids_and_upstream_of_any_stride(few):
     torch.testing.assert_close(leaf.grad.double(), right, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("ids", [1, 3, 40])
+def test_ids_that_repeat(ids, small):
+    g = torch.Generator().manual_seed(5)
+    x = (torch.randn(2, 200, generator=g) * 3).bfloat16()
+    index = torch.randint(0, 9, (2, ids), generator=g)
+    index[1, -1] = -100
+    up = torch.randn(2, ids, generator=g)
+    leaf = x.clone().requires_grad_()
+    with vk.backend("triton"):
+        value = vk.logprobs(leaf, index)
+    value.backward(up)
+    right = reference.logprobs(x, index)
+    torch.testing.assert_close(value.double(), right, rtol=1e-6, atol=1e-6)
+    (truth,) = reference.gradients(reference.logprobs, [x], [up], index=index)
+    # all terms meet in fp32, so that one rounding is left
+    torch.testing.assert_close(leaf.grad.double(), truth, rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("asked", [slice(16), slice(20, 24), slice(32, 40)])
+@pytest.mark.parametrize("op", [vk.logprobs, vk.logprobs_and_entropy])
+def test_ids_of_one_tile_that_alone_are_asked_for(op, asked, few):
+    """A row has a gradient if any of its ids asks for one, in whichever tile of ids."""
+    x = logits(2)
+    ids = torch.randint(0, 70, (2, 40), generator=torch.Generator().manual_seed(3))
+    up = torch.zeros(2, 40)
+    up[:, asked] = torch.linspace(0.5, 1.5, len(range(40)[asked]))
+    upstream = [up] if op is vk.logprobs else [up, torch.zeros(2)]
+    leaf = x.clone().requires_grad_()
+    with vk.backend("triton"):
+        out = op(leaf, ids)
+    (grad,) = torch.autograd.grad(out, leaf, upstream)
+    (right,) = reference.gradients(reference.logprobs, [x], [up], index=ids)
+    torch.testing.assert_close(grad.double(), right, rtol=2e-5, atol=2e-5)
+    assert (right.abs().amax(1) > 0.1).all()
+
+
 def test_gradients_of_many_ids_have_the_same_bits_for_any_number_of_rows(monkeypatch):
     from vocabtp.kernels._triton import tokens
 
