@@ -243,3 +243,29 @@ def test_every_architecture_and_layout(ranks, tmp_path, kind, tied):
         for (_, name, *_), run in zip(variants, results[0], strict=True):
             model = exported(tmp_path / name / "exported")
             assert same(dict(model.named_parameters()), run["weights"])
+
+
+def compiled(rank, world, target, variants):
+    """`runs` with layers compiled without C++, and how often."""
+    from functools import partial
+
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    import vocabtp.opsd.model as model_module
+
+    counter = CompileCounterWithBackend("aot_eager")
+    model_module.compile_layers = partial(model_module.compile_layers, backend=counter)
+    return runs(rank, world, target, variants), counter.frame_count
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.shard=zero3"])
+def test_compiled_layers_of_two_ranks(ranks, tmp_path, layout):
+    """Cut or sharded weights inside of what is compiled, in layers that run again."""
+    path = small_run(tmp_path / "run", kind="qwen3")
+    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    variants = [(path, "compiled", "once", layout, "training.compile=true", CHECKPOINTED)]
+    for [run], compilations in ranks(compiled, 2, tmp_path, variants, limit=300):
+        assert 2 <= compilations <= 8
+        agrees(run, truth)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import vocabtp.opsd.layers as layers_module
+import vocabtp.opsd.model as model_module
 from tiny_models import tiny_model
 from tiny_run import recorded, tiny_run
-from vocabtp.opsd.errors import ModelError
-from vocabtp.opsd.layers import checkpoint_layers, decoder_layers
+from vocabtp.opsd.errors import ConfigError, ModelError
+from vocabtp.opsd.layers import checkpoint_layers, compile_layers, decoder_layers
 from vocabtp.opsd.model import evaluating, place_model
 from vocabtp.opsd.parallel import Layout, make_layout
 
+AGAIN = "training.activation_checkpointing=true"
 TOKENS = torch.arange(60).view(3, 20) % 37
 MASK = torch.ones_like(TOKENS)
 RESPONSE = torch.arange(20).expand(3, 20) >= 15
@@ -149,7 +155,7 @@ def test_without_gradients_each_layer_runs_once():
     assert runs == [False] * 6
 
 
-def test_a_run_takes_the_same_updates(tmp_path):
+def test_a_run_that_drops_activations_takes_the_same_updates(tmp_path):
     path = tiny_run(tmp_path, kind="llama", model={"attention_dropout": 0.2})
     plain, again = (
         recorded(
@@ -167,5 +173,86 @@ def test_a_run_takes_the_same_updates(tmp_path):
 def test_a_model_that_names_no_layers_is_refused():
     module = tiny_model("llama")
     module._no_split_modules = None
-    with pytest.raises(ModelError, match=r"m: names no decoder layers.*activation_checkpointing"):
+    with pytest.raises(ModelError, match=r"m: does not name its .*layers.*training\.activation_"):
         checkpoint_layers(module, "m")
+    with pytest.raises(ModelError, match=r"m: does not name its .*layers.*training\.compile"):
+        compile_layers(module, "m", trained=True)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """What runs compile with: no C++ is involved, and each compilation counts."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(
+        model_module, "compile_layers", partial(layers_module.compile_layers, backend=counter)
+    )
+    yield counter
+    torch._dynamo.reset()
+
+
+KINDS = [
+    pytest.param("llama", {}, [AGAIN], id="llama"),
+    pytest.param("mistral", {"sliding_window": 4}, [], id="mistral", marks=pytest.mark.full),
+    pytest.param("gpt2", {}, [], id="gpt2", marks=pytest.mark.full),
+]
+
+
+# parts of torch that only the compiler imports, and what it hides of its own accord
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize(("kind", "model", "options"), KINDS)
+def test_a_compiled_run_takes_the_same_updates(tmp_path, compiler, kind, model, options):
+    """Prompts and answers of many lengths, and evaluations; some layers run again as well."""
+    path = tiny_run(
+        tmp_path,
+        kind=kind,
+        model={"num_hidden_layers": 2} | model,
+        rollout={"temperature": 1.0},
+        held_out=2,
+        training={"micro_batch_size_per_gpu": 2, "train_batch_size": 6},
+    )
+    rows = [{"prompt": f"{i}+" * (1 + i % 5)} for i in range(18)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = recorded(path, f"training.save_dir={tmp_path / 'plain'}")
+    assert compiler.frame_count == 0
+    overrides = ["training.compile=true", f"training.save_dir={tmp_path / 'compiled'}"]
+    run = recorded(path, *overrides, *options)
+    assert len({rollout.tokens.shape for _, _, rollout in run["rollouts"]}) > 6
+    # student and teacher: not once for each width, nor once for each layer
+    assert 2 <= compiler.frame_count <= 6
+    assert run["answers"] == plain["answers"]
+    assert run["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(run["weights"][name], weight, rtol=1e-5, atol=1e-6)
+    after = plain["result"].after.numbers()
+    assert run["result"].after.numbers() == pytest.approx(after, rel=1e-5)
+
+
+def test_decoding_is_left_as_it_is(compiler):
+    student, teacher = (
+        place_model(tiny_model("llama"), Layout(), name="m", trainable=trained)
+        for trained in (True, False)
+    )
+    model_module.compile_layers(student.module, "s", trained=True)
+    model_module.compile_layers(teacher.module, "t", trained=False)
+    with torch.no_grad():
+        for model in (student, teacher):
+            for width in (5, 6):
+                _, cache = model.next_logits(TOKENS[:, :width], MASK[:, :width])
+                model.next_logits(TOKENS[:, :1], MASK[:, : width + 1], cache)
+            model.idle_logits()
+        student.response_logits(TOKENS, MASK, RESPONSE)
+    student.idle_logits()
+    assert compiler.frame_count == 0
+
+
+def test_no_compiler_is_one_line(monkeypatch):
+    from torch._inductor import cpp_builder, exc
+
+    def none():
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(ConfigError, match=r"^training\.compile needs a C\+\+ compiler"):
+        layers_module.compile_layers(tiny_model("llama"), "m", trained=True)

@@ -81,6 +81,11 @@ class TrainingConfig(Section):
         description="Keep of each of the student's layers only its input, and run the layer again "
         "in the backward: less memory for about a third more time there.",
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile the decoder layers with torch.compile, for the passes over whole "
+        "sequences. The first steps take minutes. Needs a C++ compiler.",
+    )
     seed: Seed = Field(
         default=42, description="Order of the prompts, sampling and dropout all derive from it."
     )

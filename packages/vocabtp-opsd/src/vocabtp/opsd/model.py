@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from vocabtp.dist import VocabShard
 from vocabtp.opsd.attention import implementation
 from vocabtp.opsd.errors import ModelError
-from vocabtp.opsd.layers import checkpoint_layers
+from vocabtp.opsd.layers import checkpoint_layers, compile_layers
 from vocabtp.opsd.local_shards import Skeleton, fill, first_reason, read_skeleton
 from vocabtp.opsd.model_files import (
     check_context,
@@ -198,8 +198,12 @@ def load_models(
         load_model(config.student, layout, trainable=True, hf_config=student, **options),
         load_model(config.teacher, layout, trainable=False, hf_config=teacher, **options),
     )
-    if config.training.activation_checkpointing:
-        checkpoint_layers(pair[0].module, pair[0].name)
+    with layout.together():
+        if config.training.compile:
+            for model, trained in zip(pair, (True, False), strict=True):
+                compile_layers(model.module, model.name, trained=trained)
+        if config.training.activation_checkpointing:
+            checkpoint_layers(pair[0].module, pair[0].name)
     if pair[0].shard != pair[1].shard:
         raise ModelError(
             f"the heads have {pair[0].shard.global_size} and {pair[1].shard.global_size} columns, "

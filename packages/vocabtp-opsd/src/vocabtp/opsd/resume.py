@@ -23,6 +23,7 @@ FREE = frozenset(
         "training.save_dir",
         "training.attention",
         "training.activation_checkpointing",
+        "training.compile",
         "training.max_skipped_steps",
         "training.micro_batch_size_per_gpu",
         "training.gradient_accumulation_steps",
