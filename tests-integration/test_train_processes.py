@@ -199,6 +199,31 @@ def test_a_writer_killed_in_the_middle_costs_only_its_checkpoint(ranks, tmp_path
     assert all(torch.equal(same[name], weights[name]) for name in weights)
 
 
+@pytest.mark.full
+def test_a_writer_killed_beside_training_leaves_the_checkpoint_before(ranks, tmp_path):
+    path = tiny_run(
+        tmp_path,
+        rollout={"temperature": 1.0},
+        parallel={"tp": 2, "nproc": 2},
+        training={"max_steps": 6, "save_steps": 2, "keep_checkpoints": 9, "async_save": True},
+    )
+    out, fault = tmp_path / "out", tmp_path / "fault"
+    fault.mkdir()
+    code, _, errors = end(start(path, fault=KILLED_WRITER, folder=fault))
+    assert code == 128 + signal.SIGKILL
+    assert "[rank 1] killed by signal 9 (SIGKILL)" in errors
+    assert not leftovers(path)
+    names = sorted(p.name for p in (out / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004.partial"]
+    code, said, errors = end(start(path))
+    assert code == 0, (said, errors)
+    assert "step 3 is the next" in errors
+    whole = (f"training.save_dir={tmp_path / 'whole'}", "training.async_save=false")
+    losses, _ = ranks(uninterrupted, 2, path, whole)[0]
+    logged = {row["step"]: row["loss"] for row in steps(out)}
+    assert [logged[step] for step in sorted(logged)] == losses
+
+
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
 
 

@@ -101,6 +101,11 @@ class TrainingConfig(Section):
         default=500, ge=0, description="Steps between two checkpoints; 0 for only one at the end."
     )
     keep_checkpoints: Positive = Field(default=2, description="Newest checkpoints that are kept.")
+    async_save: bool = Field(
+        default=False,
+        description="Write checkpoints while training goes on. It waits only for a copy of all "
+        "that is saved in host memory, and for the checkpoint before.",
+    )
     resume: Literal["auto", "never"] = Field(
         default="auto",
         description="auto continues from the newest complete checkpoint in save_dir; never starts "

@@ -9,6 +9,11 @@ A checkpoint is written under the name `step-00000004.partial`, flushed to disk 
 is not named so, lacks COMPLETE, or does not hold what COMPLETE lists, is passed over on resume.
 Tensors carry qualified parameter names, so that another layout can read them; a tied weight is
 stored once. Only tensors are pickled, and they are read with `weights_only`.
+
+Written in the background, a checkpoint is first copied to the host, which is all that training
+waits for. A thread then does the same as above, over a group of its own: its collectives must not
+mix with those of the training. One is written at a time; its error comes with the next one, or at
+the end of the run.
 """
 
 from __future__ import annotations
@@ -33,16 +38,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from vocabtp.opsd._background import Background
 from vocabtp.opsd._tensor_reader import SafeReader
 from vocabtp.opsd.engine import Engine
 from vocabtp.opsd.engine.places import wrapped
 from vocabtp.opsd.errors import CheckpointError
-from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.parallel import TIMEOUT, Layout
 from vocabtp.opsd.sharding import sharding_of
 
 _NAME = re.compile(r"step-(\d{8})")
 _MARK = "COMPLETE"
 _STATE = "state.json"
+_ALONE = "torch.distributed is disabled"  # a warning; a single process is not a mistake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +77,70 @@ class Checkpoints:
         self.root, self.layout, self.keep = root, layout, max(1, keep)
         self.lead = layout.dp_rank == 0 and layout.tp_rank == 0
         self.alone = layout.tp * layout.dp == 1
+        self._group: dist.ProcessGroup | None = None  # of the background
+        self._running: tuple[Path, Background] | None = None
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after so many steps is, or would be."""
         return self.root / f"step-{step:08d}"
 
-    def save(self, module: nn.Module, engine: Engine, saved: Saved) -> Path:
-        """Write a checkpoint; every rank takes part.
+    def save(
+        self, module: nn.Module, engine: Engine, saved: Saved, *, background: bool = False
+    ) -> Path:
+        """Write a checkpoint; every rank takes part. Waits for the one before.
+
+        Args:
+            module: The student.
+            engine: Its optimizer.
+            saved: What to say beside the tensors; not changed by the caller afterwards.
+            background: Return when everything is copied, and write while training goes on.
 
         Returns:
             Its final directory.
 
         Raises:
-            CheckpointError: On every rank, when any rank could not write. Earlier checkpoints are
-                as they were, and the message names the newest.
+            CheckpointError: On every rank, when any rank could not write it, or the one before.
+                Earlier checkpoints are as they were, and the message names the newest.
         """
+        self.wait()
         final = self.path(saved.step)
         partial = final.with_name(final.name + ".partial")
+        tensors = model_tensors(module) | engine.state_tensors() | self.rng()
+        if not background:
+            with self._tidy(partial), _quiet():
+                self._write_whole(tensors, saved, partial, final, self.layout.world_group)
+            return final
+        if self._group is None and not self.alone:
+            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        # a copy also where the tensors are on the host: the next step writes into them
+        copies = {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
+        group = self._group
+        # not for a while only: filters belong to all threads
+        warnings.filterwarnings("ignore", message=_ALONE)
+        work = Background(lambda: self._write_whole(copies, saved, partial, final, group))
+        self._running = (partial, work)
+        return final
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written; every rank takes part.
+
+        Raises:
+            CheckpointError: On every rank, as `save`.
+        """
+        if self._running is not None:
+            (partial, work), self._running = self._running, None
+            with self._tidy(partial):
+                work.wait()
+
+    def give_time(self, seconds: float) -> None:
+        """Let a checkpoint that is being written become whole, in a run that has failed."""
+        if self._running is not None:
+            self._running[1].ends_within(seconds)
+
+    @contextlib.contextmanager
+    def _tidy(self, partial: Path) -> Iterator[None]:
         try:
-            self._write_whole(module, engine, saved, partial, final)
+            yield
         except CheckpointError as error:
             kept = self.latest(lambda line: None)
             if self.lead:
@@ -96,20 +148,24 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             after = f"{kept} is still the newest" if kept else "there is no earlier one"
             raise CheckpointError(f"{error}; {after}") from error
-        return final
 
     def _write_whole(
-        self, module: nn.Module, engine: Engine, saved: Saved, partial: Path, final: Path
+        self,
+        tensors: dict[str, Tensor],
+        saved: Saved,
+        partial: Path,
+        final: Path,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self._lead("prepare", lambda: _fresh(partial))
-        tensors = model_tensors(module) | engine.state_tensors() | self.rng()
+        self._lead("prepare", lambda: _fresh(partial), group)
         with _one_line(f"{partial}: could not be written"):
             save_tensors(
                 tensors,
                 storage_writer=FileSystemWriter(str(partial), sync_files=True),
+                process_group=group,
                 no_dist=self.alone,
             )
-        self._lead("finish", lambda: self._finish(partial, final, saved))
+        self._lead("finish", lambda: self._finish(partial, final, saved), group)
 
     def latest(self, say: Callable[[str], None]) -> Path | None:
         """The newest whole checkpoint, chosen by rank 0 for all.
@@ -140,7 +196,7 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank, when a file cannot be read or a tensor is missing.
         """
-        with _one_line(f"{path}: could not be read"):
+        with _one_line(f"{path}: could not be read"), _quiet():
             reader = SafeReader(str(path))
             known = reader.read_metadata().state_dict_metadata
             model = model_tensors(module)
@@ -172,7 +228,7 @@ class Checkpoints:
         for old in [*whole[: -self.keep], *self.root.glob("step-*.partial")]:
             shutil.rmtree(old)
 
-    def _lead(self, what: str, act: Callable[[], object]) -> None:
+    def _lead(self, what: str, act: Callable[[], object], group: dist.ProcessGroup | None) -> None:
         """Let rank 0 act; its failure becomes the same error on every rank."""
         failure: list[str | None] = [None]
         if self.lead:
@@ -181,7 +237,7 @@ class Checkpoints:
             except OSError as error:
                 failure[0] = f"{self.root}: could not {what} a checkpoint: {error}"
         if not self.alone:
-            dist.broadcast_object_list(failure, src=0, group=self.layout.world_group)
+            dist.broadcast_object_list(failure, src=0, group=group)
         if failure[0]:
             raise CheckpointError(failure[0])
 
@@ -287,6 +343,13 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ALONE)
+        yield
+
+
+@contextlib.contextmanager
 def _one_line(what: str) -> Iterator[None]:
     """Turn what torch raises, on all ranks alike, into one line for the user.
 
@@ -294,10 +357,7 @@ def _one_line(what: str) -> Iterator[None]:
     known here.
     """
     try:
-        with warnings.catch_warnings():
-            # a single process is not a mistake
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        yield
     except CheckpointError:
         raise
     except CheckpointException as error:

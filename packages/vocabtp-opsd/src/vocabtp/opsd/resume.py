@@ -19,6 +19,7 @@ FREE = frozenset(
         "training.eval_steps",
         "training.save_steps",
         "training.keep_checkpoints",
+        "training.async_save",
         "training.resume",
         "training.save_dir",
         "training.attention",

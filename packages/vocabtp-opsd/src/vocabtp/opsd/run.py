@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from vocabtp.opsd.trainer import Trainer
 
 
+_LAST_SAVE_S = 60.0  # for a checkpoint under way when a run fails
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
     """What a run came to."""
@@ -73,11 +76,15 @@ class Run:
         with output as self.output:
             try:
                 after = self._loop(total)
+                self.trainer.checkpoints.wait()
             except _StopRequest as stop:
                 path = self._save()
+                self.trainer.checkpoints.wait()
                 name = signal.Signals(stop.signum).name
                 self.output.say(f"{name}: stopped after step {self.step}, saved {path}")
                 raise Interrupted(stop.signum) from None
+            finally:
+                self.trainer.checkpoints.give_time(_LAST_SAVE_S)
             if checksum(self.models.teacher.model) != teacher:
                 raise ModelError("the teacher's weights changed during the run")
             summary = self._summary(after)
@@ -235,13 +242,18 @@ class Run:
         before = self.before
         saved = Saved(
             step=self.step,
-            counters=self.counters,
+            counters=dict(self.counters),
             config=self.config.flat(),
             data={"train": self.inputs.train.digest},
             layout={"tp": self.layout.tp, "dp": self.layout.dp},
             before=None if before is None else {**before.numbers(), "samples": before.samples},
         )
         with self.trainer.phases.enter("save"):
-            path = self.trainer.checkpoints.save(self.models.student.module, self.engine, saved)
+            path = self.trainer.checkpoints.save(
+                self.models.student.module,
+                self.engine,
+                saved,
+                background=self.config.training.async_save,
+            )
         self.saved_step = self.step
         return path
