@@ -174,6 +174,8 @@ def test_a_float16_student_is_refused(write):
 
 
 def test_a_sharded_teacher_is_not_moved_to_the_host(write):
+    text = refusal(write("parallel: {engine: deepspeed}\n"), ["training.compile=true"])
+    assert "training.compile does not go with parallel.engine deepspeed" in text
     text = refusal(write("parallel: {shard: zero3}\n"), ["teacher.offload_to_cpu=true"])
     assert "teacher.offload_to_cpu does not go with parallel.shard zero3" in text
 

@@ -252,6 +252,12 @@ class Sections(Section):
                 "those, or take sdpa",
             )
         torch_engine = self.parallel.engine == "torch"
+        if t.compile and not torch_engine:
+            raise RuleError(
+                "training.compile",
+                f"does not go with parallel.engine {self.parallel.engine}, whose hooks cannot be "
+                "compiled: set it to false",
+            )
         if self.teacher.offload_to_cpu and torch_engine and self.parallel.shard != "none":
             raise RuleError(
                 "teacher.offload_to_cpu",
