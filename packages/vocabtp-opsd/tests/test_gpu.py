@@ -62,6 +62,28 @@ def test_bfloat16_and_an_offloaded_teacher_resume_bit_for_bit(tmp_path):
         assert torch.equal(resumed["optimizer"][name], value)
 
 
+@pytest.mark.parametrize(("dtype", "rel"), [("float32", 2e-5), ("bfloat16", 5e-3)])
+def test_hidden_states_of_an_offloaded_teacher_give_the_losses_of_its_logits(tmp_path, dtype, rel):
+    """The head's weights stay on the device while the rest of the teacher is on the host."""
+    path = tiny_run(
+        tmp_path,
+        teacher={"dtype": dtype, "offload_to_cpu": True},
+        distillation={"chunk_size": 4},
+        training={"micro_batch_size_per_gpu": 2},
+    )
+    here = f"parallel.device={torch.accelerator.current_accelerator().type}"
+    runs = {}
+    for name, options in {
+        "logits": ["teacher.prefetch_bytes=0"],
+        "hidden": ["teacher.payload=hidden"],
+        "hidden, one at a time": ["teacher.payload=hidden", "teacher.prefetch_bytes=400"],
+    }.items():
+        runs[name] = recorded(path, here, f"training.save_dir={tmp_path / name}", *options)
+    for run in runs.values():
+        assert run["answers"] == runs["logits"]["answers"]
+        assert run["losses"] == pytest.approx(runs["logits"]["losses"], rel=rel)
+
+
 def end_early(monkeypatch, ends):
     """The answer in row i of a batch ends after `ends[i]` tokens, every other one never does."""
     pick = rollout_module._Picker.pick

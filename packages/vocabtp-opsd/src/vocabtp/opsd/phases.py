@@ -27,8 +27,8 @@ _KNOBS = {
     "load": "raise parallel.tp, or set parallel.shard zero3 or teacher.offload_to_cpu",
     "rollout": "lower training.micro_batch_size_per_gpu or rollout.max_response_length",
     "teacher": "lower training.micro_batch_size_per_gpu, or set teacher.offload_to_cpu",
-    "student": "set training.activation_checkpointing, or lower distillation.chunk_size or "
-    "training.micro_batch_size_per_gpu",
+    "student": "set training.activation_checkpointing, or lower teacher.prefetch_bytes, "
+    "distillation.chunk_size or training.micro_batch_size_per_gpu",
     "update": "raise parallel.tp, or set parallel.shard zero2 or teacher.offload_to_cpu",
     "evaluation": "lower training.micro_batch_size_per_gpu or rollout.max_response_length",
     "save": "lower training.micro_batch_size_per_gpu, or raise parallel.tp",
