@@ -102,7 +102,7 @@ class _Phase(NamedTuple):
     """What decides where the rows of a tensor lie in lines of 128 bytes, in elements."""
 
     every: int  # elements of a line
-    inner: int  # rows of the inner dimension, 0 where it does not matter
+    inner: int  # rows of the inner dimension, 0 where one stride walks all rows
     start: int
     stride_outer: int
     stride_inner: int
@@ -117,10 +117,13 @@ class _Phase(NamedTuple):
 def _phase(rows: Rows) -> _Phase:
     size = rows.blocks.element_size()
     every = 128 // size
-    inner, *strides_ = (x % every if i else x for i, x in enumerate(strides(rows)))
+    inner, stride_outer, stride_inner = strides(rows)
     start = rows.blocks.data_ptr() // size % every
-    outer = strides_[0] if rows.blocks.shape[0] > 1 else 0
-    return _Phase(every, inner if outer else 0, start, outer, strides_[1])
+    # an outer stride that is a multiple of a line is not the inner one's continuation: after
+    # logits[:, :-1] each sequence begins anew, while rows of the gradient just go on
+    if rows.blocks.shape[0] == 1 or (stride_outer - inner * stride_inner) % every == 0:
+        inner = stride_outer = 0
+    return _Phase(every, inner, start, stride_outer % every, stride_inner % every)
 
 
 def alignment(*sides: Rows, outs: Sequence[Tensor | None] | None = None) -> dict[str, bool]:

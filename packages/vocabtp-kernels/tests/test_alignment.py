@@ -1,0 +1,83 @@
+"""What kernels are told of addresses is so: of every row, however rows lie in memory."""
+
+import itertools
+
+import pytest
+import torch
+
+from vocabtp.kernels._rows import Rows, as_rows
+from vocabtp.kernels._triton import launch
+
+DTYPES = [torch.bfloat16, torch.float32]
+# columns, and positions of a sequence: whole lines of 128 bytes, 16 bytes, and neither
+COLUMNS = (64, 72, 75, 1)
+POSITIONS = (1, 3, 8, 64)
+
+
+def addresses(rows: Rows) -> torch.Tensor:
+    """Where each row begins, in bytes."""
+    inner, outer_stride, inner_stride = launch.strides(rows)
+    row = torch.arange(rows.num_rows)
+    offset = (row // inner) * outer_stride + (row % inner) * inner_stride
+    return rows.blocks.data_ptr() + offset * rows.blocks.element_size()
+
+
+def layouts(batch, positions, columns, dtype):
+    """Tensors `[batch, positions, columns]` that are read in place."""
+    whole = torch.empty(batch, positions + 1, columns + 1, dtype=dtype)
+    yield "contiguous", torch.empty(batch, positions, columns, dtype=dtype)
+    yield "last position cut", torch.empty(batch, positions + 1, columns, dtype=dtype)[:, :-1]
+    yield "first position cut", torch.empty(batch, positions + 1, columns, dtype=dtype)[:, 1:]
+    yield "columns cut", torch.empty(batch, positions, columns + 1, dtype=dtype)[..., 1:]
+    yield "both cut", whole[:, :-1, :-1]
+    yield "turned", torch.empty(positions, batch, columns, dtype=dtype).transpose(0, 1)
+
+
+def promised(sides, outs, found):
+    """Every promise that `found` makes: what it is of, and whether each row keeps it."""
+    lead = sides[bool(found.get("LEAD_B"))]
+    size = lead.blocks.element_size()
+    phase = addresses(lead) % 128 // size if found["SHIFT"] else 0
+    for kind, tensors in (("WIDE", sides), ("WIDE_OUT", outs)):
+        for letter, rows in zip("AB", tensors, strict=False):
+            if found.get(f"{kind}_{letter}"):
+                address = addresses(rows) - phase * rows.blocks.element_size()
+                yield f"{kind}_{letter}", bool((address % 16 == 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_promises_hold(dtype):
+    made = 0
+    for batch, positions, columns in itertools.product((1, 3), POSITIONS, COLUMNS):
+        # a cut one is of so many positions before: of 64, too
+        for shape in ((batch, positions, columns), (batch, max(positions - 1, 1), columns)):
+            ways = [(name, as_rows(x)) for name, x in layouts(*shape, dtype)]
+            out = torch.empty(shape[0] * shape[1], columns, dtype=dtype)
+            outs = [Rows(out.unsqueeze(0))] * 2
+            for (one, a), (other, b) in itertools.product(ways, ways):
+                for sides, given in (
+                    ((a,), None),
+                    ((a,), (out,)),
+                    ((a, b), None),
+                    ((a, b), (out, out)),
+                ):
+                    found = launch.alignment(*sides, outs=given)
+                    for name, kept in promised(sides, outs if given else (), found):
+                        assert kept, (shape, one, other, name, found)
+                        made += 1
+    assert made > 2_000
+
+
+def test_whole_lines_are_promised_where_they_are():
+    """So that nothing is lost: the usual layouts have wide loads and stores on both sides."""
+    for dtype, columns in itertools.product(DTYPES, (64, 75)):
+        logits = as_rows(torch.empty(4, 33, columns, dtype=dtype))
+        out = torch.empty(4 * 33, columns, dtype=dtype)
+        found = launch.alignment(logits, logits, outs=(out, out))
+        starts = logits.blocks.data_ptr() % 128 == out.data_ptr() % 128
+        assert {k: v for k, v in found.items() if k.startswith("WIDE_")} == {
+            "WIDE_A": True,
+            "WIDE_B": True,
+            "WIDE_OUT_A": starts or columns == 64,
+            "WIDE_OUT_B": starts or columns == 64,
+        }
