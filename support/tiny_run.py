@@ -147,6 +147,10 @@ def recorded(path: Path, *overrides: str, report: bool = False) -> dict[str, Any
         "result": result,
         "weights": whole(named_parameters(trainer.models.student.module)),
         "teacher": whole(named_parameters(trainer.models.teacher.model.module)),
+        "teacher_stored": [
+            sum(part(p).numel() for p in trainer.models.teacher.model.module.parameters())
+            for part in (lambda p: p, lambda p: getattr(p, "ds_tensor", p))
+        ],
         "optimizer": whole(engines[0].state_tensors().items()),
         "parameters": len(engines[0].slots),
         "tied": trainer.models.student.tied,

@@ -197,6 +197,9 @@ def pytest_collection_modifyitems(config, items):
     if any({"vocabtp-opsd", "tests-integration"} & set(i.path.parts) for i in items):
         # seconds of every rank of every test otherwise
         _preload.extend(["torch.distributed.tensor.parallel", _A_MODEL, "vocabtp.opsd.trainer"])
+    if any(i.path.match("tests-integration/*deepspeed*") for i in items):
+        # ZeRO-2 imports it, and with it the compiler
+        _preload.append("deepspeed.runtime.zero.muon.muon_optimizer")
     if "torch.distributed.tensor" in sys.modules:
         # the first operation on a DTensor imports the second
         _preload.extend(["torch.distributed.tensor", "torch._dynamo"])

@@ -125,6 +125,9 @@ def test_a_teacher_in_parts(config):
     assert found["zero_optimization"] == {"stage": 3}
     assert found["bf16"] == {"enabled": True}
     assert found["train_batch_size"] == LAYOUT.dp
+    given = {"zero_optimization": {"stage3_max_live_parameters": 7, "overlap_comm": True}}
+    found = frozen(config(given), LAYOUT)
+    assert found["zero_optimization"] == {"stage": 3, "stage3_max_live_parameters": 7}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from vocabtp.opsd.checkpoint import Checkpoints, Saved, read_saved
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import total_steps
 from vocabtp.opsd.engine import Engine, TorchEngine
+from vocabtp.opsd.engine.places import place_of
 from vocabtp.opsd.errors import CheckpointError, ConfigError
 from vocabtp.opsd.evaluate import answer_all, evaluate
 from vocabtp.opsd.export import export_model
@@ -227,4 +228,8 @@ class Trainer:
 
 
 def _parameters(module: nn.Module) -> int:
-    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+    """Weights of the whole model, whatever of them is stored here and how."""
+    return sum(
+        place.shape.numel() if (place := place_of(p)) else getattr(p, "ds_numel", p.numel())
+        for p in module.parameters()
+    )

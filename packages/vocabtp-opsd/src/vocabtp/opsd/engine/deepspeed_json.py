@@ -108,14 +108,19 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def frozen(config: Config, layout: Layout) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets for a teacher whose weights are partitioned."""
+    """What `deepspeed.initialize` gets for a teacher whose weights are partitioned.
+
+    With the settings of stage 3 that `deepspeed_config` has.
+    """
+    given = _section(config.deepspeed_config or {}, "zero_optimization")
+    own = {k: v for k, v in given.items() if k.startswith("stage3_") and v != "auto"}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": layout.dp,
         "bf16": {"enabled": config.teacher.dtype == "bfloat16"},
         "fp16": {"enabled": config.teacher.dtype == "float16"},
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": own | {"stage": 3},
         "timers": {"throughput": {"enabled": False}},
     }
 
