@@ -202,6 +202,9 @@ def vocab_parallel_kl_div(
     `p` is the student's and `q` the teacher's `softmax(logits / temperature)`. One all_gather of
     six statistics a row, and one of three with a clip. Gradients flow to both sides.
 
+    No `reduction`, `ignore_index` or mask: choose the rows that count first, the same on all ranks,
+    and reduce what comes back (`student_logits[keep]`, `.mean()`).
+
     Args:
         student_logits: `[..., L]` bf16, fp16, fp32 or fp64; this rank's columns, or a DTensor.
         teacher_logits: the same shape and device, cut alike; the dtype may differ.
@@ -257,6 +260,9 @@ def vocab_parallel_jsd(
     ends; `rescale` divides it by `beta (1 - beta)` and so runs continuously from forward KL through
     4 JSD to reverse KL. Two all_gathers, of four and three statistics a row (at the ends those of
     KL). Gradients flow to both sides.
+
+    No `reduction`, `ignore_index` or mask: choose the rows that count first, the same on all ranks,
+    and reduce what comes back (`student_logits[keep]`, `.mean()`).
 
     Args:
         student_logits: `[..., L]` bf16, fp16, fp32 or fp64; this rank's columns, or a DTensor.

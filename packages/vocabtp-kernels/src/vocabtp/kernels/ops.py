@@ -169,6 +169,10 @@ def kl_div(
     `(b - a) / temperature` to B. The value is not clamped at 0: for nearly equal sides it may be
     negative by rounding.
 
+    There is no `reduction`, `ignore_index` or mask. Choose the rows that count first, which also
+    saves the work of the others: `keep = labels != -100; kl_div(s[keep], t[keep]).mean()`. To mask
+    values use `torch.where(mask, value, 0.0)`, since a row's value may be infinite or NaN.
+
     Args:
         student_logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
         teacher_logits: the same shape and device; the dtype may differ.
@@ -219,6 +223,10 @@ def jsd(
 
     Gradients: `(1 - beta) p (log(p/m) - KL(p || m)) / temperature` to the student,
     `beta q (log(q/m) - KL(q || m)) / temperature` to the teacher.
+
+    There is no `reduction`, `ignore_index` or mask. Choose the rows that count first, which also
+    saves the work of the others: `keep = labels != -100; jsd(s[keep], t[keep]).mean()`. To mask
+    values use `torch.where(mask, value, 0.0)`, since a row's value may be infinite or NaN.
 
     Args:
         student_logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
