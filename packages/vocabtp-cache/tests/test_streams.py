@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vocabtp.cache import PinnedPool, TeacherLogitCache
+from vocabtp.cache._pinned import HostRows
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -151,3 +152,24 @@ def test_room_of_a_dropped_prefetch_outlasts_its_copy(late):
     assert [stream for _, stream in late.recorded] == [side]
     cache.free()
     assert [stream for _, stream in late.recorded] == [side, side]
+
+
+def test_room_of_a_copy_that_failed_outlasts_what_was_queued(late, monkeypatch):
+    cache = TeacherLogitCache.store(noise(40, 16), pool=PinnedPool())
+    read, calls = HostRows.read, []
+
+    def broken(host, start, out):
+        read(host, start, out)
+        calls.append(out.data_ptr())
+        if len(calls) == 2:
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(HostRows, "read", broken)
+    late.recorded.clear()
+    with pytest.raises(RuntimeError, match="broken"):
+        cache.prefetch(0, 40, chunk=10)
+    side = late.streams[2]
+    assert [(t.data_ptr(), stream) for t, stream in late.recorded] == [(calls[1], side)]
+    monkeypatch.setattr(HostRows, "read", read)
+    cache.free()
+    assert [t.data_ptr() for t, _ in late.recorded] == calls[::-1]

@@ -75,7 +75,7 @@ class Ahead:
             return
         while self.nbytes + self._bytes(key) > self.budget:
             del self._arrivals[next(iter(self._arrivals))]
-        self._start(key, room, fill)
+        self._start([key], room, fill)
 
     def plan(self, plan: Plan, room: Room, fill: Fill) -> None:
         """Start on a range that will be read in order; what is not of it makes way."""
@@ -88,27 +88,43 @@ class Ahead:
     def go_on(self, room: Room, fill: Fill) -> None:
         """Start as many of the planned chunks as the budget allows now."""
         plan = self._plan
-        while plan is not None and plan.at < plan.end:
+        if plan is None:
+            return
+        keys, free = [], self.budget - self.nbytes
+        while plan.at < plan.end:
             key = plan.at, min(plan.at + plan.chunk, plan.end), plan.device
             if key not in self._arrivals:
-                if self.nbytes + self._bytes(key) > self.budget:
-                    return
-                self._start(key, room, fill)
+                free -= self._bytes(key)
+                if free < 0:
+                    break
+                keys.append(key)
             plan.at = key[1]
+        self._start(keys, room, fill)
 
     def _bytes(self, key: Key) -> int:
         return (key[1] - key[0]) * self._unit
 
-    def _start(self, key: Key, room: Room, fill: Fill) -> None:
-        device = key[2]
-        out = room(key)
-        if not is_accelerator(device):
-            fill(key, out)
-            self._arrivals[key] = Arrival(out)
+    def _start(self, keys: list[Key], room: Room, fill: Fill) -> None:
+        """Start the copies of chunks to one device."""
+        if not keys:
             return
-        side, home = side_stream(device, "in"), torch.accelerator.current_stream(device)
-        # the room may be what a reader queued before this has just left
-        side.wait_stream(home)
-        with side:
-            fill(key, out)
-            self._arrivals[key] = Arrival(out, side, home)
+        device = keys[0][2]
+        rooms = {key: room(key) for key in keys}
+        try:
+            if not is_accelerator(device):
+                for key, out in rooms.items():
+                    fill(key, out)
+                    self._arrivals[key] = Arrival(out)
+                return
+            side, home = side_stream(device, "in"), torch.accelerator.current_stream(device)
+            # a room may be what a reader queued before this has just left
+            side.wait_stream(home)
+            with side:
+                for key, out in rooms.items():
+                    arrival = Arrival(out, side, home)
+                    fill(key, out)
+                    arrival.filled()
+                    self._arrivals[key] = arrival
+        finally:
+            # a traceback may outlive this
+            rooms.clear()

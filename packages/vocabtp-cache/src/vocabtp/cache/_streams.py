@@ -59,8 +59,8 @@ class Arrival:
     ahead, the device holds a few chunks.
 
     Args:
-        tensor: The tensor.
-        side: The stream that fills it, and current now; None for the CPU.
+        tensor: The tensor, about to be filled.
+        side: The stream that fills it; None for the CPU.
         home: The stream whose pool its memory is from.
     """
 
@@ -69,8 +69,13 @@ class Arrival:
     ) -> None:
         self._tensor: Tensor | None = tensor
         self._side, self._home = side, home
-        self._filled = None if side is None else mark(tensor.device)
+        self._filled: torch.Event | None = None
         self.nbytes = tensor.numel() * tensor.element_size()
+
+    def filled(self) -> None:
+        """All that fills it was given to the side stream, which is current."""
+        assert self._tensor is not None
+        self._filled = None if self._side is None else mark(self._tensor.device)
 
     def take(self) -> Tensor:
         """The tensor, safe to use on the current stream of its device; once."""
