@@ -45,8 +45,9 @@ ROWS, COLS = 130, 65_536
 MANY_ROWS = 1_100  # more than ids of few rows are spread over
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"]
 PROCESSES = 2
-# loads of 16 bytes, into registers and into shared memory
-WIDE = r"ld\.global\.v4|cp\.async\.cg"
+# loads of 16 bytes, into registers and into shared memory, and stores
+WIDE_LOAD = r"ld\.global\.v4|cp\.async\.cg"
+WIDE_STORE = r"st\.global\.v4"
 LAYOUTS = {  # columns, row stride, first element
     "aligned": (COLS, 64, 0),
     "cut": (COLS - 1, 64, 0),
@@ -237,7 +238,8 @@ def row_of(task):
         "registers": registers,
         "spilled": spilled,
         "shared": compiled.metadata.shared,
-        "wide_loads": len(re.findall(WIDE, compiled.asm.get("ptx", ""))),
+        "wide_loads": len(re.findall(WIDE_LOAD, compiled.asm.get("ptx", ""))),
+        "wide_stores": len(re.findall(WIDE_STORE, compiled.asm.get("ptx", ""))),
     }
 
 

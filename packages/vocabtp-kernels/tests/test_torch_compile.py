@@ -1,22 +1,19 @@
-"""Every op inside torch.compile: one graph, the bits of the call outside, no recompiling."""
+"""Every op inside torch.compile: one graph, the bits of the call outside, no recompiling.
 
-import gc
-import weakref
+Sharded calls: test_torch_compile_shards.py.
+"""
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import vocabtp.kernels as vk
+from compiled_calls import ONE_OF_EACH, assert_same, compiled, inputs, run
 from vocabtp.kernels import _eager
 from vocabtp.kernels._operators import define, pairs, tokens
 
 # inductor imports parts of torch that torch deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
-ONE_OF_EACH = pytest.mark.parametrize(
-    "call", ["logprobs", "entropy", "logprobs_and_entropy", "forward_kl_clip", "jsd"], indirect=True
-)
 TWO = pytest.mark.parametrize("call", ["logprobs", "jsd_1"], indirect=True)
 
 
@@ -26,61 +23,6 @@ def fresh():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class OneRank:
-    """An exchange that a user might write, and what was asked of it."""
-
-    def __init__(self):
-        self.calls = []
-
-    def gather(self, x):
-        self.calls.append(("gather", len(x)))
-        return x.unsqueeze(0)
-
-    def sum(self, x):
-        self.calls.append(("sum", len(x)))
-        return x.clone()
-
-
-def compiled(function, backend="aot_eager", **options):
-    """The function compiled as one graph, and a counter of its compilations."""
-    counter = CompileCounterWithBackend(backend)
-    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
-
-
-def inputs(rows, dtype=torch.float32, vocabulary=11):
-    """Two sides `[2, rows, vocabulary]` with a masked token and a row without any, and ids."""
-    g = torch.Generator().manual_seed(rows)
-    sides = torch.randn(2, 2, rows, vocabulary, generator=g)
-    sides[:, :, :, 3] = -torch.inf
-    if rows > 1:
-        sides[0, 1, 1] = -torch.inf
-    ids = torch.randint(0, vocabulary, (2, rows), generator=g)
-    if rows > 2:
-        ids[0, 2] = -100
-    return sides.to(dtype), ids
-
-
-def run(function, sides, needs=(True, True)):
-    """Values and gradients; the upstream gradient of the first row is 0, of others 0.5 and up."""
-    leaves = [x.detach().clone().requires_grad_(need) for x, need in zip(sides, needs, strict=True)]
-    values = function(*leaves)
-    upstream = [torch.arange(v.numel(), dtype=v.dtype).view(v.shape) / 2 for v in values]
-    wanted = [x for x in leaves if x.requires_grad]
-    return values, torch.autograd.grad(values, wanted, upstream, allow_unused=True)
-
-
-def assert_same(got, expected):
-    for ours, theirs in zip(got, expected, strict=True):
-        assert len(ours) == len(theirs) > 0
-        for x, y in zip(ours, theirs, strict=True):
-            if x is None or y is None:
-                assert x is y
-                continue
-            assert (x.dtype, x.shape, x.is_contiguous()) == (y.dtype, y.shape, y.is_contiguous())
-            assert torch.equal(x.nan_to_num(nan=7.5), y.nan_to_num(nan=7.5))
-            assert torch.equal(x.isnan(), y.isnan())
 
 
 @pytest.mark.parametrize(
@@ -204,74 +146,6 @@ def test_triton_by_the_interpreter(call, interpreter):
     inside, _ = compiled(lambda p, q: call(p, q, index=ids))
     with vk.backend("triton"):
         assert_same(run(inside, sides), run(lambda p, q: call(p, q, index=ids), sides))
-
-
-@ONE_OF_EACH
-def test_an_exchange_of_ones_own(call):
-    own, expected = OneRank(), OneRank()
-    sides, ids = inputs(4)
-    inside, counter = compiled(lambda p, q, exchange: call(p, q, index=ids, exchange=exchange))
-    got = run(lambda p, q: inside(p, q, own), sides)
-    assert_same(got, run(lambda p, q: call(p, q, index=ids, exchange=expected), sides))
-    assert own.calls == expected.calls != []
-    other = OneRank()
-    run(lambda p, q: inside(p, q, other), sides)
-    assert other.calls == own.calls == expected.calls
-    assert counter.frame_count == 2  # another exchange is another graph
-
-
-def test_an_exchange_that_was_compiled_with_is_kept():
-    sides, _ = inputs(4)
-    inside, _ = compiled(lambda p, q: vk.kl_div(p, q, exchange=exchange))
-    exchange = OneRank()
-    inside(*sides)
-    gone = weakref.ref(exchange)
-    exchange = None
-    torch._dynamo.reset()
-    gc.collect()
-    # else a new one could get its identity, and its place
-    assert gone() is not None
-
-
-def test_exchanges_by_name_are_made_inside_and_not_traced_again():
-    made = []
-
-    class Named(OneRank):
-        def __init__(self, name):
-            super().__init__()
-            self.compiled_name = "test_named:" + name
-
-    def find(name):
-        made.append((name, Named(name)))
-        return made[-1][1]
-
-    vk.name_exchanges("test_named", find)
-    sides, _ = inputs(4)
-    inside, counter = compiled(lambda p, q, name: vk.kl_div(p, q, exchange=Named(name)))
-    for _ in range(2):
-        assert_same([[inside(*sides, "one")]], [[vk.kl_div(*sides)]])
-    assert [(name, e.calls) for name, e in made] == [("one", [("gather", 6)])] * 2
-    assert counter.frame_count == 1
-    with pytest.raises(ValueError, match=r"^name_exchanges: kind must be"):
-        vk.name_exchanges("a:b", find)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_sharded_calls_are_kept_in_order_whatever_becomes_of_their_results(backend):
-    exchange = OneRank()
-
-    def function(p, q):
-        vk.kl_div(p, q, exchange=exchange)  # nobody uses it
-        last = vk.jsd(p, q, exchange=exchange)
-        first = vk.kl_div(p, q, exchange=exchange)  # nothing tells it from the unused one
-        again = vk.kl_div(p, q, exchange=exchange)
-        return again, last, first
-
-    inside, _ = compiled(function, backend)
-    sides, _ = inputs(3)
-    inside(*sides)
-    kl, jsd = [("gather", 6)], [("gather", 4), ("gather", 3)]
-    assert exchange.calls == kl + jsd + kl + kl
 
 
 def test_calls_on_a_whole_vocabulary_may_be_merged_and_dropped(monkeypatch):

@@ -1,15 +1,21 @@
 """A row's bits on Triton: alone, among 100, sliced, strided, in each dtype; interpreted.
 
+And that they come from the row alone: what lies around it is not used, what lies behind not read.
+
 test_gpu_invariance.py says the same of compiled kernels, both implementations and real sizes.
 """
+
+import ctypes
+import mmap
 
 import pytest
 import torch
 
 import vocabtp.kernels as vk
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 ROWS, WIDTH = 100, 150
+KINDS = ["logprobs_and_entropy", "reverse_kl", "jsd"]
 
 pytestmark = [
     pytest.mark.usefixtures("interpreter"),
@@ -45,7 +51,7 @@ def rows():
 
 
 # an interpreted program takes 10 ms
-@pytest.mark.parametrize("call", ["logprobs_and_entropy", "reverse_kl", "jsd"], indirect=True)
+@pytest.mark.parametrize("call", KINDS, indirect=True)
 def test_row_has_the_same_bits_in_any_company(call, rows):
     s, t, index, upstream = rows
     s, t = s.bfloat16(), t.bfloat16()
@@ -72,7 +78,7 @@ def test_low_precision_has_the_bits_of_the_same_numbers_in_fp32(call, rows, dtyp
     same(low, run(call, *wide, index, upstream))
 
 
-@pytest.mark.parametrize("call", ["logprobs_and_entropy", "reverse_kl", "jsd"], indirect=True)
+@pytest.mark.parametrize("call", KINDS, indirect=True)
 def test_a_row_past_element_2_to_the_31(call):
     """Rows that far apart; what lies between them, 4 GiB of nothing, is never touched."""
     stride = 2**30 + 24
@@ -84,3 +90,51 @@ def test_a_row_past_element_2_to_the_31(call):
     index, upstream = torch.tensor([[0, 39]] * 3), torch.randn(3, generator=g)
     near = run(call, *[x.clone() for x in sides], index, upstream)
     same(run(call, *sides, index, upstream), near)
+
+
+def test_what_lies_outside_the_view_changes_nothing(call):
+    buffers = [torch.full((3, 40), NAN) for _ in range(2)]
+    sides = [b[:, 5:25] for b in buffers]
+    for seed, (buffer, side) in enumerate(zip(buffers, sides, strict=True)):
+        buffer[:, 25:] = INF
+        side.copy_(torch.randn(3, 20, generator=torch.Generator().manual_seed(seed)))
+    index = torch.tensor([[0, 19]] * 3)
+    got = run(call, *sides, index, torch.ones(3))
+    want = run(call, *[x.clone() for x in sides], index, torch.ones(3))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def end_of_a_page(x):
+    """A copy of `x` that ends with a page, and what asks for the pages around it and that one.
+
+    A page that nobody has read or written is not in memory.
+    """
+    page = mmap.PAGESIZE
+    room = mmap.mmap(-1, 3 * page)
+    room.madvise(mmap.MADV_NOHUGEPAGE)
+    memory = torch.frombuffer(room, dtype=x.dtype)
+    stop = 2 * page // x.element_size()
+    view = memory[stop - x.numel() : stop].view(x.shape)
+
+    def there():
+        found = (ctypes.c_ubyte * 3)()
+        base = ctypes.c_void_p(memory.data_ptr())
+        assert ctypes.CDLL(None).mincore(base, ctypes.c_size_t(3 * page), found) == 0
+        return [x & 1 for x in found]
+
+    assert there() == [0, 0, 0]
+    return view.copy_(x), there
+
+
+# three whole steps and no more, or one column more: rows begin at a line, or anywhere
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.float32, 768), (torch.float32, 769), (torch.bfloat16, 769)], ids=str
+)
+@pytest.mark.parametrize("call", KINDS, indirect=True)
+def test_memory_behind_the_view_is_not_read(call, width, dtype, small):
+    g = torch.Generator().manual_seed(6)
+    sides = [torch.randn(1, width, generator=g).to(dtype) for _ in range(2)]
+    placed, there = zip(*map(end_of_a_page, sides), strict=True)
+    got = run(call, *placed, torch.tensor([[0, width - 1]]), torch.ones(1))
+    assert all(x.isfinite().all() for x in got)
+    assert [ask() for ask in there] == [[0, 1, 0]] * 2
