@@ -144,7 +144,7 @@ def refused(rank, world, path):
 
 
 def poisoned(rank, world, path, stage):
-    """A step with NaN on the last rank, then a good one, beside the good one alone.
+    """A step with NaN on the last rank, one given up, then a good one; beside the good one alone.
 
     DeepSpeed by itself would take the bad one: it looks for overflows in fp16 only.
     """
@@ -155,6 +155,8 @@ def poisoned(rank, world, path, stage):
     good = engines[0].forward(inputs(1))
     result = step(engines[0], good, engines[0].forward(inputs(2)) * bad)
     untouched = before.equal(flat(nets[0]))
+    engines[0].backward(engines[0].forward(inputs(4)), last=False)
+    engines[0].zero_grad()
     for engine in engines:
         step(engine, engine.forward(inputs(3 + rank)))
     return result.applied, result.reason, untouched, flat(nets[0]).equal(flat(nets[1]))

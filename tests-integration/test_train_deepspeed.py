@@ -92,11 +92,11 @@ def once_each(peers, i):
     return out
 
 
-def gather_all(root):
+def gather_all(root, **zero):
     """DeepSpeed's JSON that partitions also the smallest weights, as an override."""
     root.mkdir(parents=True, exist_ok=True)
-    file = root / "deepspeed.json"
-    zero = {"stage3_param_persistence_threshold": 0, "stage3_model_persistence_threshold": 0}
+    file = root / f"deepspeed{len(zero)}.json"
+    zero |= {"stage3_param_persistence_threshold": 0, "stage3_model_persistence_threshold": 0}
     file.write_text(json.dumps({"zero_optimization": zero}))
     return f"deepspeed_config={file}"
 
@@ -132,7 +132,7 @@ def test_two_copies(ranks, tmp_path, monkeypatch):
     variants = [
         (path, "zero0", "once", ENGINE, TEACHER3, small, "teacher.payload=hidden"),
         (path, "zero2", "export", ENGINE, ZERO2, "training.activation_checkpointing=true"),
-        (empty, "empty", "once", ENGINE, ZERO2, TEACHER3, small),
+        (empty, "empty", "once", ENGINE, TEACHER3, gather_all(tmp_path, stage=1)),
     ]
     results = ranks(runs, 2, tmp_path, variants)
     for zero0, zero2, none in results:
@@ -203,7 +203,8 @@ def test_bf16(ranks, tmp_path):
     truth, *others = (run["losses"] for run in results[0])
     state = results[0][0]["optimizer"]
     for i, losses in enumerate(others, start=1):
-        assert losses == pytest.approx(truth, rel=2e-2)
+        # gradients of the micro-batches add up in bf16 with stage 0, in fp32 with stage 2
+        assert losses == pytest.approx(truth, rel=2e-2 if i == 1 else 1e-3)
         mine = once_each(results, i)
         assert mine.keys() == state.keys()
         for name, value in state.items():

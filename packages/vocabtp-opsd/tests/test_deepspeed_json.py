@@ -45,6 +45,17 @@ def test_what_is_left_out_is_filled_in(config):
     assert half["zero_optimization"] == {"stage": 2}
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_of_bfloat16_add_up_in_float32_with_stage_2_only(config, stage):
+    given = {"zero_optimization": {"stage": stage}}
+    shard = f"parallel.shard={'zero2' if stage else 'none'}"
+    options = ("student.dtype=bfloat16", shard)
+    assert "data_types" not in complete(config(given, *options), LAYOUT)
+    given["data_types"] = {"grad_accum_dtype": "fp32"}
+    with pytest.raises(ConfigError, match=rf"grad_accum_dtype .* stage {stage} .* take stage 2"):
+        complete(config(given, *options), LAYOUT)
+
+
 def test_what_agrees_is_kept(config):
     given = {
         "train_batch_size": "auto",

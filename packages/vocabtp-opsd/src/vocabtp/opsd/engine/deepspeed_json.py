@@ -89,8 +89,13 @@ def complete(config: Config, layout: Layout) -> dict[str, Any]:
     if half:
         # sums of many small numbers: in fp32, as the torch engine's
         out.setdefault("communication_data_type", "fp32")
-        if stage > 0:
+        if stage == 2:
             out.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+        elif _section(out, "data_types").get("grad_accum_dtype") not in (None, "bf16"):
+            raise ConfigError(
+                f"deepspeed_config: data_types.grad_accum_dtype has to be bf16 with ZeRO stage "
+                f"{stage} and a bfloat16 student: leave it out, or take stage 2"
+            )
     return out
 
 
