@@ -140,6 +140,13 @@ def test_ignored_ids_may_be_tokens(tp):
     assert tp(_ignored) == [True, True]
 
 
+def test_a_bad_id_in_a_single_process_names_the_op_that_was_called():
+    x, bad = torch.zeros(2, 3), torch.tensor([0, 3])
+    for op in (vd.vocab_parallel_logprobs, vd.vocab_parallel_logprobs_and_entropy):
+        with pytest.raises(ValueError, match=rf"^{op.__name__}: an id must be in \[0, 3\)"):
+            op(x, bad)
+
+
 def _bad_id(rank, world, place):
     """One rank has an id that is no token: all raise the same; or NaN there, the rest as it was."""
     vocab = 5 * world
@@ -153,7 +160,7 @@ def _bad_id(rank, world, place):
     for op in (vd.vocab_parallel_logprobs, vd.vocab_parallel_logprobs_and_entropy):
         call = {"tp_group": dist.group.WORLD, "temperature": 0.5}
         local = piece(x, bounds[rank], requires_grad=True)
-        with pytest.raises(ValueError, match="an id must be in") as info:
+        with pytest.raises(ValueError, match=rf"^{op.__name__}: an id must be in") as info:
             op(local, bad, validate_ids=True, **call)
         said.append(str(info.value))
         found, right = [], []

@@ -102,5 +102,6 @@ def token_inputs(
         "vocab_start": own.start,
         "vocab_size": own.global_size,
         "validate_ids": validate_ids,
+        "caller": op,
     }
     return local, ids, options

@@ -37,6 +37,7 @@ def logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     validate_ids: bool | None = None,
+    caller: str = "logprobs",
 ) -> Tensor:
     """Log-probabilities of chosen tokens, `log softmax(logits / temperature)[index]`.
 
@@ -53,6 +54,7 @@ def logprobs(
         validate_ids: True reports a bad id before returning, waiting for the device; False leaves
             it to the next call or `check_ids`. None does the first for ids on the CPU and the
             second for others.
+        caller: the function that messages name, for one that calls this one with an exchange.
 
     Returns:
         The shape of `index`, fp32 (fp64 for fp64 logits); -inf at a token outside the support.
@@ -64,7 +66,7 @@ def logprobs(
             accelerator the row is NaN and the error comes later, see `validate_ids`.
     """
     checked, ids, options = _calls.token_call(
-        "logprobs",
+        caller,
         logits,
         index,
         ignore_index,
@@ -118,6 +120,7 @@ def logprobs_and_entropy(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     validate_ids: bool | None = None,
+    caller: str = "logprobs_and_entropy",
 ) -> tuple[Tensor, Tensor]:
     """`logprobs` and `entropy` from one read of the logits, and one more for both gradients.
 
@@ -130,6 +133,7 @@ def logprobs_and_entropy(
         vocab_start: as for `logprobs`.
         vocab_size: as for `logprobs`.
         validate_ids: as for `logprobs`.
+        caller: as for `logprobs`.
 
     Returns:
         `(logprobs, entropy)`: the shape of `index`, and `[...]`; fp32 (fp64 for fp64 logits).
@@ -139,7 +143,7 @@ def logprobs_and_entropy(
         ValueError: as for `logprobs`.
     """
     checked, ids, options = _calls.token_call(
-        "logprobs_and_entropy",
+        caller,
         logits,
         index,
         ignore_index,
