@@ -22,7 +22,8 @@ class VocabShard:
 
     A shard that every rank of the group built or checked together carries that agreement: ops that
     get it as `shard=` spend no collective on validation. `even` and `resolve` build one; a shard
-    made by hand from known bounds is checked once with `check`.
+    made by hand from known bounds is checked once with `check`. Ids and whatever else every rank
+    passes alike must be equal; their values are not compared, with a shard or without one.
 
     Attributes:
         start: first column of this rank.
