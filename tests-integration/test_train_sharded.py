@@ -15,6 +15,7 @@ CLIP = 0.05
 PROMPTS, STEPS = 9, 3
 TRAINING = {"max_steps": -1, "micro_batch_size_per_gpu": 1, "max_grad_norm": CLIP}
 CHECKPOINTED = "training.activation_checkpointing=true"
+OFFLOADED = "teacher.offload_to_cpu=true"
 KEPT = ("losses", "metrics", "weights", "teacher", "optimizer", "answers", "tied")
 
 
@@ -139,7 +140,7 @@ def test_two_copies_share_one_model(ranks, tmp_path):
         (path, "zero2", "once", "parallel.shard=zero2"),
         (path, "zero3", "export", "parallel.shard=zero3"),
         (empty, "empty", "once", "parallel.shard=zero3"),
-        (path, "layers", "once", "parallel.shard=zero3", CHECKPOINTED),
+        (path, "layers", "once", "parallel.shard=zero3", CHECKPOINTED, OFFLOADED),
     ]
     results = ranks(runs, 2, tmp_path, variants)
     for zero2, zero3, none, layers in results:

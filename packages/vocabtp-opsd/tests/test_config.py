@@ -173,11 +173,9 @@ def test_a_float16_student_is_refused(write):
     assert load_config(write(), ["teacher.dtype=float16"]).teacher.dtype == "float16"
 
 
-def test_a_sharded_teacher_is_not_moved_to_the_host(write):
+def test_layers_are_compiled_by_the_torch_engine(write):
     text = refusal(write("parallel: {engine: deepspeed}\n"), ["training.compile=true"])
     assert "training.compile does not go with parallel.engine deepspeed" in text
-    text = refusal(write("parallel: {shard: zero3}\n"), ["teacher.offload_to_cpu=true"])
-    assert "teacher.offload_to_cpu does not go with parallel.shard zero3" in text
 
 
 def test_template_rules(write):

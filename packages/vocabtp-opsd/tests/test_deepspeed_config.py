@@ -447,11 +447,10 @@ def test_whole_heads_are_a_route(load, refusal):
     assert "tensor_parallel" not in load(alone).deepspeed_config
 
 
-def test_a_teacher_on_the_host_is_not_sharded(load, warned):
+def test_a_teacher_on_the_host_is_sharded_too(load):
     config = load({"zero_optimization": {"stage": 3}}, {"teacher": {"offload_to_cpu": True}})
-    assert config.parallel.shard == "none"
-    assert config.deepspeed_config["zero_optimization"] == {"stage": 0}
-    assert "zero_optimization.stage 3 is not used: teacher.offload_to_cpu" in warned.text
+    assert config.parallel.shard == "zero3"
+    assert config.teacher.offload_to_cpu
 
 
 def test_stages_of_the_deepspeed_engine(load, refusal, tmp_path):

@@ -4,13 +4,18 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import vocabtp.opsd.rollout as rollout_module
 from tiny_models import tiny_model
 from tiny_run import recorded, tiny_run
-from vocabtp.opsd.model import place_model
+from vocabtp.dist import VocabShard
+from vocabtp.opsd.model import LanguageModel, place_model
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.rollout import left_padded
+from vocabtp.opsd.session import checksum
+from vocabtp.opsd.sharding import release, shard_module
 
 pytestmark = pytest.mark.gpu
 
@@ -143,3 +148,44 @@ def test_long_padding_before_a_prompt_changes_no_logits(kind):
         together, _ = model.next_logits(tokens, mask)
         alone = [model.next_logits(*left_padded([prompt], 0, device))[0] for prompt in prompts]
     torch.testing.assert_close(together, torch.cat(alone), rtol=0.05, atol=0.05)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A mesh of this process's device alone."""
+    device = torch.accelerator.current_accelerator()
+    backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    device = torch.device(device.type, torch.accelerator.current_device_index())
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
+    yield init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def test_a_sharded_teacher_on_the_host_takes_a_layer_at_a_time(one_rank):
+    device = torch.device(one_rank.device_type)
+    tokens = torch.arange(30, device=device).view(2, 15)
+    batch = (tokens, torch.ones_like(tokens), (torch.arange(15, device=device) > 9).expand(2, 15))
+    found, used = [], []
+    for offload in (False, True):
+        module = tiny_model("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
+        whole = sum(p.nbytes for p in module.parameters())
+        module.requires_grad_(False)
+        shard_module(module, one_rank, free=True, name="t", offload=offload)
+        model = LanguageModel(
+            module=module, shard=VocabShard(0, 37, 37, None), layout=Layout(device=device), name="t"
+        )
+        places = {p.to_local().device.type for p in module.parameters()}
+        assert places == {"cpu" if offload else device.type}
+        assert checksum(model)
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        with torch.no_grad():
+            found.append(model.response_logits(*batch))
+        release(module)
+        used.append(torch.accelerator.max_memory_allocated() - before)
+        del module, model
+        torch.accelerator.empty_cache()
+    assert torch.equal(*found)
+    # two layers of six, gathered and what they are gathered from, and activations
+    assert used[1] < 0.9 * whole

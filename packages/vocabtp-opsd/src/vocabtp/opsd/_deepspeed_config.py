@@ -57,12 +57,7 @@ def take_over(reading: Reading, values: dict[str, Any], where: dict[str, str]) -
             raise reading.error(setting.theirs, str(error)) from None
         section, _, key = setting.ours.partition(".")
         ours = values.setdefault(section, {}).get(key)
-        if ours is None and _host_teacher(setting.ours, wanted, values):
-            notices.append(
-                f"{reading.prefix}zero_optimization.stage {shown(value)} is not used: "
-                "teacher.offload_to_cpu goes with parallel.shard none"
-            )
-        elif ours is None:
+        if ours is None:
             values[section][key] = wanted
             where[setting.ours] = reading.place(setting.theirs)
         elif not equal(ours, wanted):
@@ -95,13 +90,6 @@ def take_over(reading: Reading, values: dict[str, Any], where: dict[str, str]) -
         )
     values["deepspeed_config"] = _rest(reading.values)
     return notices
-
-
-def _host_teacher(ours: str, wanted: Any, values: dict[str, Any]) -> bool:
-    """Whether a stage would shard a teacher that is kept on the host."""
-    offloaded = values.get("teacher", {}).get("offload_to_cpu") is True
-    together = values.get("parallel", {}).get("engine", "torch") == "torch"
-    return ours == "parallel.shard" and wanted != "none" and offloaded and together
 
 
 def resolved(rest: dict[str, Any], config: Config) -> dict[str, Any]:

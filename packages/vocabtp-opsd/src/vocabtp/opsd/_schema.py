@@ -40,7 +40,8 @@ class TeacherConfig(StudentConfig):
 
     offload_to_cpu: bool = Field(
         default=False,
-        description="Keep the teacher's weights in host memory between its forward passes.",
+        description="Keep the teacher's weights in host memory between its forward passes. With "
+        "parallel.shard, each rank keeps its part there and copies a layer at a time.",
     )
     payload: Literal["logits", "hidden"] = Field(
         default="logits",
@@ -251,18 +252,11 @@ class Sections(Section):
                 "is flash, which needs a GPU and student.dtype and teacher.dtype bfloat16: change "
                 "those, or take sdpa",
             )
-        torch_engine = self.parallel.engine == "torch"
-        if t.compile and not torch_engine:
+        if t.compile and self.parallel.engine != "torch":
             raise RuleError(
                 "training.compile",
                 f"does not go with parallel.engine {self.parallel.engine}, whose hooks cannot be "
                 "compiled: set it to false",
-            )
-        if self.teacher.offload_to_cpu and torch_engine and self.parallel.shard != "none":
-            raise RuleError(
-                "teacher.offload_to_cpu",
-                f"does not go with parallel.shard {self.parallel.shard}, which leaves a rank only "
-                "its shard of the teacher: set one of them back",
             )
         if self.teacher.offload_to_cpu and self.parallel.teacher_shard != "none":
             raise RuleError(

@@ -196,7 +196,14 @@ def load_models(
     }
     pair = (
         load_model(config.student, layout, trainable=True, hf_config=student, **options),
-        load_model(config.teacher, layout, trainable=False, hf_config=teacher, **options),
+        load_model(
+            config.teacher,
+            layout,
+            trainable=False,
+            hf_config=teacher,
+            offload=config.teacher.offload_to_cpu,
+            **options,
+        ),
     )
     with layout.together():
         if config.training.compile:
@@ -221,6 +228,7 @@ def load_model(
     vocab_width: int | None = None,
     attention: str | None = None,
     hf_config: Any = None,
+    offload: bool = False,
 ) -> LanguageModel:
     """Load one model, cut it over the tensor-parallel ranks and put it on the device.
 
@@ -236,6 +244,7 @@ def load_model(
         vocab_width: Keep only so many ids of embedding and head; None keeps all.
         attention: Attention implementation; None for the library's choice.
         hf_config: The model's configuration if it was read already.
+        offload: As `place_model`.
 
     Raises:
         ModelError: On every rank: no such model, files whose keys or shapes are not the model's,
@@ -264,6 +273,7 @@ def load_model(
         trainable=trainable,
         cut_vocab=cut_vocab,
         skeleton=skeleton if reason is None else None,
+        offload=offload,
     )
 
 
@@ -275,6 +285,7 @@ def place_model(
     trainable: bool,
     cut_vocab: bool = True,
     skeleton: Skeleton | None = None,
+    offload: bool = False,
 ) -> LanguageModel:
     """Cut a whole model that every rank holds, and put this rank's part on the device.
 
@@ -285,6 +296,8 @@ def place_model(
         trainable: Whether weights get gradients and the mode is training.
         cut_vocab: Cut embedding and head over the vocabulary; False keeps both whole.
         skeleton: Where the weights are, if `module` has none yet: each rank then reads its part.
+        offload: Where copies share the weights, keep a rank's part of them in host memory. Weights
+            that are not shared are left to the caller.
     """
     module.requires_grad_(trainable)
     module.train(trainable)
@@ -309,7 +322,14 @@ def place_model(
         shard = VocabShard(0, weight.shape[0], weight.shape[0], None)
     if layout.mesh is not None and layout.sharded:
         # to the device too, one layer at a time
-        shard_module(module, layout.mesh["dp"], free=layout.shard == "zero3", name=name, fill=read)
+        shard_module(
+            module,
+            layout.mesh["dp"],
+            free=layout.shard == "zero3",
+            name=name,
+            fill=read,
+            offload=offload,
+        )
     return LanguageModel(module=module, shard=shard, layout=layout, name=name)
 
 

@@ -130,8 +130,8 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
 def checksum(model: LanguageModel) -> int:
     """A number that changes when any bit of this rank's weights does, for all practical purposes.
 
-    Weighted sums of the bytes, taken where the weights are: hashing gigabytes on the host would
-    take longer than many steps.
+    Weighted sums of the bytes, taken on the device, a few at a time: hashing gigabytes on the host
+    would take longer than many steps.
     """
     total = 0
     for i, tensor in enumerate(model.module.parameters()):
@@ -139,6 +139,7 @@ def checksum(model: LanguageModel) -> int:
         local = getattr(tensor, "ds_tensor", tensor).detach()
         local = local.to_local() if hasattr(local, "to_local") else local
         for part in local.contiguous().view(-1).view(torch.uint8).split(1 << 24):
+            part = part.to(model.layout.device)
             weights = torch.arange(part.numel(), device=part.device) % 65521 + 1 + i
             total = (total * 31 + int((part.long() * weights).sum())) % (1 << 61)
     return total

@@ -23,7 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from vocabtp.opsd.errors import ModelError
 from vocabtp.opsd.layers import decoder_layers
@@ -60,6 +66,7 @@ def shard_module(
     free: bool,
     name: str,
     fill: Callable[[nn.Module], None] | None = None,
+    offload: bool = False,
 ) -> None:
     """Leave each rank its part of every parameter, on the device of the mesh.
 
@@ -70,6 +77,8 @@ def shard_module(
         name: What errors call the model.
         fill: Gives a unit its weights, if the module has none yet; called just before the unit's
             parts are taken, so that one unit at a time is whole.
+        offload: Keep the parts in host memory. A unit's part is copied to the device when the unit
+            is gathered.
 
     Raises:
         ModelError: Its parameters are of more than one dtype.
@@ -89,6 +98,8 @@ def shard_module(
         # activations are left to the model, as without sharding
         cast_forward_inputs=False,
     )
+    # nothing to pin, where the device is the host
+    away = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for unit in [*decoder_layers(module), module]:
         if fill is not None:
             fill(unit)
@@ -96,7 +107,11 @@ def shard_module(
             _widen(unit)
         # the root's parameters serve the end of the forward and the start of the backward
         fully_shard(
-            unit, mesh=mesh, reshard_after_forward=free and unit is not module, mp_policy=policy
+            unit,
+            mesh=mesh,
+            reshard_after_forward=free and unit is not module,
+            mp_policy=policy,
+            offload_policy=away,
         )
     for unit in _units(module):
         # a sum: losses are divided by the tokens of all ranks. gloo knows no scaled reduction

@@ -25,7 +25,8 @@ class Teacher:
     Args:
         model: The teacher; its head has the student's layout.
         student: The model in training. Unless both share one module, the teacher is frozen.
-        offload_to_cpu: Keep the weights in host memory between two passes.
+        offload_to_cpu: Keep the weights in host memory between two passes. Sharded ones were put
+            there when they were loaded.
         payload: What waits on the host: "logits", or "hidden" states and, on the device, the
             head's weights.
         prefetch_bytes: How much of it may be on the device before it is asked for.
@@ -45,7 +46,12 @@ class Teacher:
     ) -> None:
         self.model = model
         self._shared = student is not None and student.module is model.module
-        self._offload = offload_to_cpu and not self._shared and model.layout.device.type != "cpu"
+        self._offload = (
+            offload_to_cpu
+            and not self._shared
+            and model.layout.device.type != "cpu"
+            and sharding_of(model.module) is None
+        )
         if not self._shared:
             model.module.requires_grad_(False)
             model.module.eval()
