@@ -193,7 +193,9 @@ def backend(name: Name) -> Iterator[None]:
 
     Args:
         name: "auto" takes the fastest that can run, "eager" always works, "triton" makes a call
-            raise where it cannot run. A backward runs with the implementation of its forward.
+            raise where it cannot run. A backward runs with the implementation of its forward. A
+            forward that activation checkpointing repeats is a call of its own, in the thread that
+            runs the backward: set the override there too.
 
     Raises:
         ValueError: another name. Inside, a call whose tensors the named implementation cannot take

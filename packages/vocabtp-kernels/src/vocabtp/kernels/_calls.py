@@ -13,7 +13,7 @@ from torch import Tensor
 from vocabtp.kernels import _ids, checks
 from vocabtp.kernels._autograd import Entropy, Jsd, KlDiv, Logprobs, LogprobsAndEntropy, call
 from vocabtp.kernels._backend import choose
-from vocabtp.kernels._exchange import Exchange
+from vocabtp.kernels._exchange import LOCAL, Exchange
 from vocabtp.kernels._operators import pairs, tokens
 from vocabtp.kernels._operators.define import Operator
 from vocabtp.kernels._spec import PairSpec, TokenSpec
@@ -107,6 +107,11 @@ def token_call(
         raise ValueError(
             f"{caller}: the shard must lie in the vocabulary, got columns {start} to "
             f"{start + width} of vocab_size {size}"
+        )
+    if exchange is LOCAL and width != size:
+        raise ValueError(
+            f"{caller}: without an exchange the logits are the whole vocabulary, got {width} "
+            f"columns of vocab_size {size}"
         )
     if validate_ids is None:
         at_once = ids.device.type == "cpu"

@@ -147,8 +147,8 @@ def check_ids() -> None:
     """Raise the ValueError of an earlier call whose ids were not tokens, if there is one.
 
     Ids on an accelerator are checked without waiting for it. Every op of the package reports what
-    an earlier call left; this function does so without an op, for the end of a loop. It waits for
-    the calls in question and no longer.
+    an earlier call of the process left, of any thread; this function does so without an op, for the
+    end of a loop. It waits for the calls in question and no longer.
 
     A call that is captured in a CUDA graph reports nothing while it is captured, whatever its
     `validate_ids`. After a replay its rows are NaN as ever, and this function, but no op, reports

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_LOWEST = 1e-37
 _IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -53,6 +54,11 @@ def temperature(caller: str, value: object) -> float:
     result = number(caller, "temperature", value)
     if not 0.0 < result < math.inf:
         raise ValueError(f"{caller}: temperature must be finite and > 0, got {result}")
+    # log2(e) / T and T have to be numbers of float32
+    if not _LOWEST <= result <= 1.0 / _LOWEST:
+        raise ValueError(
+            f"{caller}: temperature must be between {_LOWEST} and {1.0 / _LOWEST}, got {result}"
+        )
     return result
 
 
@@ -65,7 +71,8 @@ def clip(caller: str, value: object) -> float | None:
         raise ValueError(
             f"{caller}: pointwise_clip must be finite and > 0, got {result}; None caps nothing"
         )
-    return result
+    # above the largest number of float32 nothing is capped, nor can it be compared with
+    return min(result, torch.finfo(torch.float32).max)
 
 
 def beta(caller: str, value: object) -> float:

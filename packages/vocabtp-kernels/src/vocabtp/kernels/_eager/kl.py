@@ -94,6 +94,10 @@ def _sides(
     dtype = here.sums.dtype
     d = tiles.centre_(a.copy(start, stop, dtype), here.maxes[0], temperature)
     u_b = tiles.centre_(b.copy(start, stop, dtype), here.maxes[1], temperature)
+    if temperature < 1.0:
+        # a low number that overflows is no mask
+        low = (u_b == -INF) & (b.copy(start, stop, dtype) > -INF)
+        u_b.masked_fill_(low, torch.finfo(dtype).min)
     p_a = d.exp().div_(here.sums[0, :, None])
     d.sub_(u_b)
     return p_a, u_b.exp_().div_(here.sums[1, :, None]), d

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from vocabtp.kernels._triton.kl_kernels import clipped, probabilities
+from vocabtp.kernels._triton.kl_kernels import clipped, finite_unless_masked, probabilities
 from vocabtp.kernels._triton.loads import back, load_at, load_block, ragged, store_block
 from vocabtp.kernels._triton.online import INF
 from vocabtp.kernels._triton.pair import two_rows, upstream_of
@@ -20,7 +20,7 @@ def _grads(
     if not skip:
         p_a, p_b, d = probabilities(a, b, m_a, m_b, inv_a, inv_b, c, inv_t)
         if CLIP:
-            _, below, log_ab = clipped(p_a, d, ratio, clip)
+            _, below, log_ab = clipped(p_a, finite_unless_masked(d, b), ratio, clip)
             grad_a = (tl.where(below, log_ab + 1.0, 0.0) - mean) * p_a * scale
             grad_b = (p_b * kept - tl.where(below, p_a, 0.0)) * scale
         else:

@@ -141,6 +141,12 @@ def probabilities(a, b, m_a, m_b, inv_a, inv_b, c, inv_t):
 
 
 @triton.jit
+def finite_unless_masked(d, b):
+    """A d that overflows, of a low number of b and a low temperature, is no mask."""
+    return tl.where((d == INF) & (b > -INF), -LOWEST, d)
+
+
+@triton.jit
 def clipped(p_a, d, ratio, clip):
     """Terms up to the cap, whether they are below it, and log(a / b), 0 where it is infinite."""
     outside = d == INF
@@ -154,6 +160,7 @@ def clipped(p_a, d, ratio, clip):
 @triton.jit
 def _add_terms(sum_t, sum_f, sum_w, a, b, m_a, m_b, inv_a, inv_b, ratio, c, inv_t, clip):
     p_a, _, d = probabilities(a, b, m_a, m_b, inv_a, inv_b, c, inv_t)
+    d = finite_unless_masked(d, b)
     term, below, log_ab = clipped(p_a, d, ratio, clip)
     live = tl.where(below, p_a, 0.0)
     return sum_t + term, sum_f + live * (log_ab + 1.0), sum_w + live
