@@ -104,17 +104,17 @@ def broken(row: Row) -> str | None:
 def table(files: list[dict[str, Any]]) -> str:
     """Markdown: a line for each call and difference, columns for each implementation."""
     arms: dict[str, dict[tuple[str, float], Row]] = {}
+    heads: dict[str, str] = {}
     for file in files:
         device = "the CPU" if file["run"]["device"] == "cpu" else file["run"]["device"]
         for row in file["results"]:
             name = f"{row['arm']}, {device}"
             arms.setdefault(name, {})[row["call"], row["difference"]] = row
-    shapes = {(row["rows"], row["cols"]) for rows in arms.values() for row in rows.values()}
-    text = "; ".join(f"{rows} x {cols}" for rows, cols in sorted(shapes))
+            heads[name] = f"{name} ({row['rows']} x {row['cols']})"
     lines = [
-        f"Rows and columns: {text}. Each cell: value, gradient to the student, to the teacher."
+        "Rows and columns in brackets. Each cell: value, gradient to the student, to the teacher."
     ]
-    lines += ["", "| | differences | value | " + " | ".join(arms) + " |"]
+    lines += ["", "| | differences | value | " + " | ".join(heads.values()) + " |"]
     lines += ["| --- " * (3 + len(arms)) + "|"]
     for call in CALLS:
         kind = "relative" if call.startswith("JSD") else "absolute"

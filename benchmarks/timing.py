@@ -3,7 +3,8 @@
 A launch is one call on each of an arm's input sets. On CUDA it is recorded once as a graph and
 replayed; an arm that cannot be recorded is launched as it is. Either way a spin kernel runs first
 while the host queues the launches between two events, so that what is timed is the device, not the
-host, as long as the arm does not wait for the device itself. On the CPU it is the clock.
+host, as long as the arm does not wait for the device itself and is queued within the longest spin,
+else there is a note. XPU has no spin kernel. On the CPU it is the clock.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ class Launch:
         once = 1e3 * (time.perf_counter() - start)
         self.repeats = max(1, min(50, round(SAMPLE_MS / max(once, 1e-3))))
         if self.how != "clock":
-            self.spin_ms = min(_LONGEST_SPIN_MS, 0.1 + 1.5 * queued * self.repeats)
+            wanted = 0.1 + 1.5 * queued * self.repeats
+            self.spin_ms = min(_LONGEST_SPIN_MS, wanted)
+            if wanted > _LONGEST_SPIN_MS:
+                late = f"queued in {queued * self.repeats:.0f} ms: the time may be the host's"
+                self.note = f"{self.note}; {late}" if self.note else late
         if once > SLOW_MS:
             return 1
         taken = once * self.repeats + self.spin_ms

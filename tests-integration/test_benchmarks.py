@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,17 @@ def test_the_plan_of_a_whole_run():
     assert shapes("dense", "train") == shapes("compile", "forward") == shared
     assert shapes("triton", "forward") == shared
     assert shapes("compile", "train") == {*shared, (256, 75968), (1024, 75968)}
+
+
+def test_a_time_that_may_be_the_hosts_is_noted():
+    def plan(seconds):
+        launch = timing.Launch(lambda: time.sleep(seconds), 1, torch.device("cpu"))
+        launch.how = "events"
+        launch.plan()
+        return launch.note
+
+    assert plan(0.0001) is None
+    assert "queued in" in plan(0.06)
 
 
 def test_arms_alternate_and_none_is_always_first():

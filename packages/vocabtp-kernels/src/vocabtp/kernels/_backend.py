@@ -200,6 +200,8 @@ def backend(name: Name) -> Iterator[None]:
     Raises:
         ValueError: another name. Inside, a call whose tensors the named implementation cannot take
             raises ValueError too.
+        RuntimeError: inside "triton", by a call one of whose kernels does not compile for the
+            device; "auto" goes on in eager PyTorch then, with a warning.
     """
     if name not in get_args(Name):
         raise ValueError(f"backend: name must be one of {list(get_args(Name))}, got {name!r}")

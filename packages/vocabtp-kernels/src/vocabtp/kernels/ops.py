@@ -45,15 +45,17 @@ def logprobs(
 
     Args:
         logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
-        index: integer ids of the whole vocabulary, `[...]` or `[..., K]`, where the logits are.
+        index: ids of the whole vocabulary, `[...]` or `[..., K]`, where the logits are; int64,
+            int32, int16, int8 or uint8.
         ignore_index: an id that asks nothing: its value is 0 and it has no gradient.
         temperature: finite, > 0.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.
         vocab_start: the id of this shard's first column.
         vocab_size: V, None for L.
         validate_ids: True reports a bad id before returning, waiting for the device; False leaves
-            it to the next call or `check_ids`. None does the first for ids on the CPU and the
-            second for others.
+            it to the next op, which waits until the device has come to these ids (with an
+            exchange, to the end of this forward), or to `check_ids`. None does the first for ids
+            on the CPU and the second for others.
         caller: the function that messages name, for one that calls this one with an exchange.
 
     Returns:
@@ -63,7 +65,9 @@ def logprobs(
         TypeError: an argument of the wrong type.
         ValueError: shapes or devices that do not fit, a temperature out of range, or an id outside
             of `[0, V)` other than `ignore_index` - on every rank, whichever has it. For ids on an
-            accelerator the row is NaN and the error comes later, see `validate_ids`.
+            accelerator the row is NaN and the error comes later, see `validate_ids`. So it may be
+            an earlier call's; or that logits cannot be taken by the implementation that `backend`
+            demands.
     """
     checked, ids, options = _calls.token_call(
         caller,
@@ -94,7 +98,9 @@ def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LO
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: logits of no dimension, a temperature out of range.
+        ValueError: logits of no dimension, a temperature out of range, the bad id of an earlier
+            call that left it to the next op (see `logprobs`), or logits that an implementation
+            demanded by `backend` cannot take.
     """
     _calls.begin()
     checked = checks.logits("entropy", "logits", logits)
@@ -192,7 +198,16 @@ def kl_div(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: shapes or devices that differ, a temperature or clip out of range.
+        ValueError: shapes or devices that differ, a temperature or clip out of range, the bad id
+            of an earlier call that left it to the next op (see `logprobs`), or logits that an
+            implementation demanded by `backend` cannot take.
+
+    Note:
+        Kullback and Leibler, On Information and Sufficiency (1951); forward KL is the distillation
+        loss of Hinton et al. (arXiv:1503.02531), reverse KL that of MiniLLM (Gu et al.,
+        arXiv:2306.08543). The clip of single tokens' terms is an option of
+        github.com/siyan-zhao/OPSD. Since terms may be negative and are capped from above alone, a
+        clip moves a value down, also below 0; huggingface/trl#5990 has a discussion.
     """
     _calls.begin()
     student, teacher = checks.pair("kl_div", student_logits, teacher_logits)
@@ -247,11 +262,13 @@ def jsd(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: shapes or devices that differ; beta, temperature or clip out of range.
+        ValueError: shapes or devices that differ; beta, temperature or clip out of range; the bad
+            id of an earlier call that left it to the next op (see `logprobs`); or logits that an
+            implementation demanded by `backend` cannot take.
 
     Note:
         The generalized form is that of Agarwal et al., On-Policy Distillation of Language Models
-        (arXiv:2306.13649).
+        (arXiv:2306.13649); the clip is that of `kl_div`.
     """
     _calls.begin()
     student, teacher = checks.pair("jsd", student_logits, teacher_logits)

@@ -19,7 +19,7 @@ from vocabtp.kernels._triton.kl import two_sides
 from vocabtp.kernels._triton.merge import added
 from vocabtp.kernels._triton.mixture import series
 
-# and neither it is for betas outside of these
+# betas outside of these go the exact way alone, with a log1p for each side
 _ENDS = (0.05, 0.95)
 _EXACT_TILE = 256
 
@@ -100,7 +100,8 @@ def jsd_grad(
     aligned = launch.alignment(p, q, outs=(out_p, out_q))
     blocks = launch.programs_of_row(cols, aligned["SHIFT"])
     ends = not _ENDS[0] <= beta <= _ENDS[1]
-    wide = p.blocks.dtype == q.blocks.dtype == torch.float32 and not ends and clip is None
+    # both sides in fp32 take so many registers that ptxas spills one
+    crowded = p.blocks.dtype == q.blocks.dtype == torch.float32 and not ends and clip is None
     launch.run(
         jsd_grad_kernel,
         rows * blocks,
@@ -129,5 +130,5 @@ def jsd_grad(
         **aligned,
         BLOCKS=launch.BLOCKS,
         BLOCK=launch.BLOCK,
-        **(launch.capped(p.device) if wide else launch.WRITE),
+        **(launch.capped(p.device) if crowded else launch.WRITE),
     )

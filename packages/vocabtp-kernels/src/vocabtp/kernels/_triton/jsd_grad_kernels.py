@@ -5,11 +5,8 @@ import triton.language as tl
 
 from vocabtp.kernels._triton.jsd_kernels import SMALL, exact_terms
 from vocabtp.kernels._triton.loads import back, load_at, load_block, ragged, store_block
-from vocabtp.kernels._triton.mixture import quick
+from vocabtp.kernels._triton.mixture import LN2, LOG2E, quick
 from vocabtp.kernels._triton.pair import two_rows, upstream_of
-
-_LN2 = tl.constexpr(0.6931471805599453)
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -40,8 +37,8 @@ def _grads(
     if not skip:
         if usual:
             grad_p, grad_q = _quick_grads(
-                p, q, m_p, m_q, mean_p * _LOG2E, mean_q * _LOG2E, factor_p * -_LN2 / s_p,
-                factor_q * -_LN2 / s_q, tl.log2(s_q / s_p), beta, rest, c, HARDWARE,
+                p, q, m_p, m_q, mean_p * LOG2E, mean_q * LOG2E, factor_p * -LN2 / s_p,
+                factor_q * -LN2 / s_q, tl.log2(s_q / s_p), beta, rest, c, HARDWARE,
             )  # fmt: skip
         else:
             _, prob_p, prob_q, log_p, log_q = exact_terms(

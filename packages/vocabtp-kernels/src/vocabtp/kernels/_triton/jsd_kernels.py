@@ -1,4 +1,4 @@
-"""The device side of `jsd`: what a program does with one segment or block of two rows."""
+"""The device side of `jsd`: what a program does with one segment of two rows."""
 
 import triton
 import triton.language as tl
@@ -8,11 +8,10 @@ from vocabtp.kernels._triton.loads import (
     load_at,
     tile_within,
 )
-from vocabtp.kernels._triton.mixture import add_by_sign, exact, quick
+from vocabtp.kernels._triton.mixture import LN2, add_by_sign, exact, quick
 from vocabtp.kernels._triton.online import fold
 from vocabtp.kernels._triton.pair import two_rows
 
-_LN2 = tl.constexpr(0.6931471805599453)
 # below this value of JSD over the probability covered the quick way is not good enough
 SMALL = tl.constexpr(1e-3)
 
@@ -89,8 +88,8 @@ def _quick_sums(
         sum_p, sum_q, mass = _add_quick(
             sum_p, sum_q, mass, p, q, m_p, m_q, log_s_p, log_s_q, beta, rest, c, HARDWARE
         )
-    sum_p = fold(sum_p, phase, TILE, SHIFT) * -_LN2
-    sum_q = fold(sum_q, phase, TILE, SHIFT) * -_LN2
+    sum_p = fold(sum_p, phase, TILE, SHIFT) * -LN2
+    sum_q = fold(sum_q, phase, TILE, SHIFT) * -LN2
     return sum_p, sum_q, fold(mass, phase, TILE, SHIFT)
 
 

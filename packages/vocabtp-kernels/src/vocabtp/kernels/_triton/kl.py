@@ -15,7 +15,7 @@ from vocabtp.kernels._stats import ShardStats
 from vocabtp.kernels._triton import launch
 from vocabtp.kernels._triton.kl_grad_kernels import kl_grad_kernel
 from vocabtp.kernels._triton.kl_kernels import kl_terms_kernel, pair_stats_kernel
-from vocabtp.kernels._triton.merge import added, segments
+from vocabtp.kernels._triton.merge import added, whole_rows
 
 
 def two_sides(
@@ -52,7 +52,7 @@ def two_sides(
         **launch.alignment(a, b),
         **launch.READ,
     )
-    return segments(stats, temperature, sides=2, weighted=kl, merged=merged)
+    return whole_rows(stats, temperature, sides=2, weighted=kl, merged=merged)
 
 
 def kl_stats(

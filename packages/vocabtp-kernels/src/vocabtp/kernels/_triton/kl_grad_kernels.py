@@ -83,22 +83,9 @@ def kl_grad_kernel(
         ragged_a = load_at(a_ptr, at, mine)
         ragged_b = load_at(b_ptr, at, mine)
         ragged_a, ragged_b = _grads(
-            ragged_a,
-            ragged_b,
-            skip,
-            m_a,
-            m_b,
-            inv_a,
-            inv_b,
-            mean,
-            kept,
-            ratio,
-            scale,
-            c,
-            inv_t,
-            clip,
-            CLIP,
-        )
+            ragged_a, ragged_b, skip, m_a, m_b, inv_a, inv_b, mean, kept, ratio, scale, c, inv_t,
+            clip, CLIP,
+        )  # fmt: skip
         if GRAD_A:
             tl.store(out_a_ptr + at, ragged_a, mask=mine)
         if GRAD_B:

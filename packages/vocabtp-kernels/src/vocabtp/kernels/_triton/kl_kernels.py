@@ -1,4 +1,4 @@
-"""The device side of `kl`: what a program does with one segment or block of two rows."""
+"""The device side of `kl`: what a program does with one segment of two rows."""
 
 import triton
 import triton.language as tl

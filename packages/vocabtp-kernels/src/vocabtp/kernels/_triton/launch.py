@@ -1,4 +1,4 @@
-"""Where kernels run and how they are started: the only file that names a device.
+"""Where kernels run and how they are started: beside `_flags`, the only file that names a device.
 
 Every kernel takes rows at up to two strides. A forward cuts a row into segments whose number
 depends on its width alone, so that few rows fill a chip and a row's bits never depend on how many

@@ -60,7 +60,7 @@ def merge(
     return ShardStats(out[:sides], out[sides:planes], out[planes:]), values
 
 
-def segments(
+def whole_rows(
     parts: ShardStats, temperature: float, *, sides: int, weighted: bool, merged: bool
 ) -> ShardStats:
     """What a read hands on: its parts, or the one part that they are together."""

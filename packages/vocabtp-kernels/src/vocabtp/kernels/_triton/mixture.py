@@ -18,10 +18,12 @@ import math
 import triton
 import triton.language as tl
 
+from vocabtp.kernels._triton import launch
+
 _NEAR = tl.constexpr(0.125)
 _FAR = tl.constexpr(150.0)
-_LN2 = tl.constexpr(0.6931471805599453)
-_LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(launch.LOG2E)
 
 
 def series(beta: float) -> tuple[float, ...]:
@@ -129,10 +131,10 @@ def exact(x, beta, rest, k2, k3, k4, k5, k6, k7, ENDS: tl.constexpr, HARDWARE: t
         log_p = -_log_mix(x, beta, rest)
         log_q = -_log_mix(-x, rest, beta)
     else:
-        _, _, log_mix, far = quick(x * _LOG2E, beta, rest, HARDWARE)
+        _, _, log_mix, far = quick(x * LOG2E, beta, rest, HARDWARE)
         q_larger = x > 0.0
-        log_small = (log_mix + far) * -_LN2
-        log_large = log_mix * -_LN2
+        log_small = (log_mix + far) * -LN2
+        log_large = log_mix * -LN2
         log_p = tl.where(q_larger, log_small, log_large)
         log_q = tl.where(q_larger, log_large, log_small)
     log_p = tl.where(near, -beta * t * (1.0 + rest * big_g), log_p)

@@ -1,4 +1,4 @@
-"""Helpers on the device: finding a row, loading it, running maxima, sums of a fixed order.
+"""Helpers on the device: running maxima, sums of a fixed order.
 
 A program keeps `TILE` slots, and slot j sees the columns j, j + TILE, j + 2 TILE and so on of its
 segment, four of them a step. Every step is element-wise over the slots, so that neither the dtype

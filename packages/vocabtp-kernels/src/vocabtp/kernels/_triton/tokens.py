@@ -15,12 +15,12 @@ from vocabtp.kernels._rows import Rows
 from vocabtp.kernels._stats import ShardStats, TokenShard, TokenValues
 from vocabtp.kernels._triton import launch
 from vocabtp.kernels._triton.ids_kernels import finish_tokens_kernel, resolve_kernel, weights_kernel
-from vocabtp.kernels._triton.merge import segments
+from vocabtp.kernels._triton.merge import whole_rows
 from vocabtp.kernels._triton.tokens_kernels import token_grad_kernel, token_stats_kernel
 
 # ids that a program takes at once
 _IDS = 256
-# rows that leave most of a chip idle if a program takes that many
+# so few rows leave most of a chip idle if a program takes that many of their ids
 _FEW_ROWS = 1024
 
 
@@ -81,7 +81,7 @@ def token_stats(
         )
     planes = part.transpose(0, 1)
     parts = ShardStats(planes[:, :1], planes[:, 1:], planes[:, :0])
-    parts = segments(parts, temperature, sides=1, weighted=entropy, merged=merged)
+    parts = whole_rows(parts, temperature, sides=1, weighted=entropy, merged=merged)
     return TokenShard(parts._replace(flags=codes), columns, chosen)
 
 
