@@ -180,10 +180,10 @@ def test_a_model_that_names_no_layers_is_refused():
 
 
 @pytest.fixture
-def compiler(monkeypatch):
+def compiler(monkeypatch, request):
     """What runs compile with: no C++ is involved, and each compilation counts."""
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(getattr(request, "param", "eager"))
     monkeypatch.setattr(
         model_module, "compile_layers", partial(layers_module.compile_layers, backend=counter)
     )
@@ -191,17 +191,20 @@ def compiler(monkeypatch):
     torch._dynamo.reset()
 
 
+FULL = {"marks": pytest.mark.full}
 KINDS = [
-    pytest.param("llama", {}, [AGAIN], id="llama"),
-    pytest.param("mistral", {"sliding_window": 4}, [], id="mistral", marks=pytest.mark.full),
-    pytest.param("gpt2", {}, [], id="gpt2", marks=pytest.mark.full),
+    pytest.param("eager", "llama", {}, [AGAIN], id="llama"),
+    # gradients of what is compiled take three times as long to compile
+    pytest.param("aot_eager", "llama", {}, [AGAIN], id="llama-gradients", **FULL),
+    pytest.param("aot_eager", "mistral", {"sliding_window": 4}, [], id="mistral", **FULL),
+    pytest.param("aot_eager", "gpt2", {}, [], id="gpt2", **FULL),
 ]
 
 
 # parts of torch that only the compiler imports, and what it hides of its own accord
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize(("kind", "model", "options"), KINDS)
+@pytest.mark.parametrize(("compiler", "kind", "model", "options"), KINDS, indirect=["compiler"])
 def test_a_compiled_run_takes_the_same_updates(tmp_path, compiler, kind, model, options):
     """Prompts and answers of many lengths, and evaluations; some layers run again as well."""
     path = tiny_run(
