@@ -9,6 +9,7 @@ from torch import nn
 from tiny_run import tiny_run
 
 LR = 0.1
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 TRAINING = {
     "train_batch_size": None,
     "micro_batch_size_per_gpu": 1,
@@ -93,14 +94,13 @@ def clipping(rank, world, path, tp, dtype, stage, limit):
         mesh = make_layout(SimpleNamespace(tp=tp, device="cpu", shard="none")).mesh["tp"]
         part = distribute_tensor(net.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
         net.weight = nn.Parameter(part)
-    kind = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
     engine = make(
         path,
         tp,
         net,
         f"parallel.shard={stage}",
         f"training.max_grad_norm={limit}",
-        f"student.dtype={kind}",
+        f"student.dtype={KINDS[dtype]}",
     )
     masters = list(net.parameters())
 
@@ -122,15 +122,17 @@ def clipping(rank, world, path, tp, dtype, stage, limit):
 def adam(rank, world, path):
     """bf16 with ZeRO-0: the first step of AdamW, by DeepSpeed and by hand."""
     net, truth = Net(torch.bfloat16), Net(torch.bfloat16)
-    engine = make(
-        path, 1, net, "student.dtype=bfloat16", "training.optimizer=adamw", "training.adam_eps=1e-3"
-    )
+    options = ("optimizer=adamw", "adam_eps=1e-3", "weight_decay=0.5")
+    overrides = (f"training.{option}" for option in options)
+    engine = make(path, 1, net, "student.dtype=bfloat16", *overrides)
     x = inputs(3, torch.bfloat16)
     truth(x).backward()
     masters = [p.detach().float().requires_grad_() for p in truth.parameters()]
     for master, p in zip(masters, truth.parameters(), strict=True):
         master.grad = p.grad.float()
-    torch.optim.AdamW(masters, lr=LR, eps=1e-3, weight_decay=0.0).step()
+    matrix = {"params": masters[:1], "weight_decay": 0.5}
+    bias = {"params": masters[1:], "weight_decay": 0.0}
+    torch.optim.AdamW([matrix, bias], lr=LR, eps=1e-3).step()
     step(engine, engine.forward(x) / world)
     return [engine.holder.read(p, "master").clone() for p in net.parameters()], masters
 
@@ -143,22 +145,23 @@ def refused(rank, world, path):
     return result.applied, result.reason
 
 
-def poisoned(rank, world, path, stage):
+def poisoned(rank, world, path, stage, dtype):
     """A step with NaN on the last rank, one given up, then a good one; beside the good one alone.
 
     DeepSpeed by itself would take the bad one: it looks for overflows in fp16 only.
     """
-    nets = [Net(), Net()]
-    engines = [make(path, 1, net, f"parallel.shard={stage}") for net in nets]
+    nets = [Net(dtype), Net(dtype)]
+    options = (f"parallel.shard={stage}", f"student.dtype={KINDS[dtype]}")
+    engines = [make(path, 1, net, *options) for net in nets]
     before = flat(nets[0])
     bad = float("nan") if rank == world - 1 else 1.0
-    good = engines[0].forward(inputs(1))
-    result = step(engines[0], good, engines[0].forward(inputs(2)) * bad)
+    good = engines[0].forward(inputs(1, dtype))
+    result = step(engines[0], good, engines[0].forward(inputs(2, dtype)) * bad)
     untouched = before.equal(flat(nets[0]))
-    engines[0].backward(engines[0].forward(inputs(4)), last=False)
+    engines[0].backward(engines[0].forward(inputs(4, dtype)), last=False)
     engines[0].zero_grad()
     for engine in engines:
-        step(engine, engine.forward(inputs(3 + rank)))
+        step(engine, engine.forward(inputs(3 + rank, dtype)))
     return result.applied, result.reason, untouched, flat(nets[0]).equal(flat(nets[1]))
 
 
@@ -180,7 +183,10 @@ def together(rank, world, path):
         "scaling": [scaling(rank, world, path, stage) for stage in (none, zero2)],
         "adam": adam(rank, world, path),
         "refused": refused(rank, world, path),
-        "poisoned": [poisoned(rank, world, path, stage) for stage in (none, zero2)],
+        "poisoned": [
+            poisoned(rank, world, path, *case)
+            for case in [(none, single), (zero2, single), (none, half), (zero2, half)]
+        ],
     }
 
 

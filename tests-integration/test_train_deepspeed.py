@@ -47,7 +47,10 @@ def runs(rank, world, target, variants):
         after = run["result"].after
         out[-1]["evaluation"] = None if after is None else after.numbers()
         if mode == "export":
-            Trainer(load_config(path, options)).export(target / name / "exported")
+            trainer = Trainer(load_config(path, options))
+            out[-1]["check"] = trainer.check()
+            # from under the engine that the check has made
+            trainer.export(target / name / "exported")
     return out
 
 
@@ -169,6 +172,11 @@ def test_two_tensor_parallel_ranks_and_resume(ranks, tmp_path):
         assert not run["tied"]
     model = exported(tmp_path / "out" / "exported")
     assert same(dict(model.named_parameters()), first[0][0]["weights"])
+    weights = sum(p.numel() for p in model.parameters())
+    for (run,) in first:
+        assert run["check"]["student_parameters"] == weights
+        assert run["check"]["optimizer_tensors"] == len(truth["weights"])
+        assert run["check"]["resume"].endswith("step-00000003")
     variants = [
         (path, "out", "again", *layout, ZERO2),
         (path, "out", "again", *layout),
@@ -241,3 +249,6 @@ def test_every_architecture_and_layout(ranks, tmp_path, kind, tied):
         for (_, name, *_), run in zip(variants, results[0], strict=True):
             model = exported(tmp_path / name / "exported")
             assert same(dict(model.named_parameters()), run["weights"])
+            weights = sum(p.numel() for p in model.parameters())
+            for role in ("student", "teacher"):
+                assert run["check"][f"{role}_parameters"] == weights
