@@ -237,6 +237,7 @@ def test_store_with_its_stream_asleep(monkeypatch, shape, layout, stage, donate)
 def test_store_holds_up_neither_the_host_nor_the_current_stream(donate):
     source = noise(2000, WIDTH).bfloat16()
     TeacherLogitCache.store(source, donate=donate).fetch(0, 2000)
+    source + 1  # its kernel is loaded at the first call, which waits for the whole device
     torch.accelerator.synchronize()
     asleep = sleep(side_stream(device(), "out"), ms=400)
     start = time.perf_counter()

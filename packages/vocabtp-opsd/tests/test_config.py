@@ -303,6 +303,21 @@ class TestPaths:
         override = ["data.path=prompts.jsonl"]
         assert load_config(path, override).data.path == str(elsewhere / "prompts.jsonl")
 
+    def test_a_word_is_no_path_though_there_is_a_file_of_that_name(
+        self, write, tmp_path, monkeypatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        given = {
+            "teacher.payload": "hidden",
+            "parallel.engine": "torch",
+            "student.dtype": "float32",
+        }
+        for word in given.values():
+            (tmp_path / word).mkdir()
+        config = load_config(write(), [f"{key}={word}" for key, word in given.items()])
+        assert config.teacher.payload == "hidden"
+        assert (config.parallel.engine, config.student.dtype) == ("torch", "float32")
+
     def test_model_directory_or_hub_name(self, write, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         path = write()
