@@ -162,7 +162,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         target = values.setdefault(section, {}) if section else values
         target[name] = value
         where[key] = f"override {override!r}"
-        base[key] = [Path(), file.parent]
+        if key in base:  # what is typed is meant from here
+            base[key] = [Path(), file.parent]
     if is_application(values):  # it is started in the folder above that of its configurations
         base = {key: [*folders, file.parent.parent] for key, folders in base.items()}
     notices = read_application(values, where)
