@@ -34,11 +34,12 @@ class Held:
     """Writes of tensors wait at a gate, and take a while; what happened is noted in order."""
 
     def __init__(self, monkeypatch, seconds=0.0):
-        self.gate, self.log = threading.Event(), []
+        self.gate, self.begun, self.log = threading.Event(), threading.Event(), []
         write = module.FileSystemWriter.write_data
 
         def held(*args, **options):
             self.log.append("write")
+            self.begun.set()
             assert self.gate.wait(30)
             time.sleep(seconds)
             done = write(*args, **options)
@@ -55,6 +56,7 @@ def test_what_is_written_is_the_state_when_it_was_saved(tmp_path, monkeypatch):
     held, step = Held(monkeypatch), run_module.Stepper.run
 
     def steps(self, index, *rest):
+        assert index < 2 or held.begun.wait(30)
         report = step(self, index, *rest)
         held.log.append(index)
         if index == 3:
