@@ -151,6 +151,12 @@ def recorded(path: Path, *overrides: str, report: bool = False) -> dict[str, Any
             sum(part(p).numel() for p in trainer.models.teacher.model.module.parameters())
             for part in (lambda p: p, lambda p: getattr(p, "ds_tensor", p))
         ],
+        # modules that DeepSpeed gathers the weights of others for, and keeps them longer
+        "teacher_kept": [
+            name
+            for name, part in trainer.models.teacher.model.module.named_modules()
+            if getattr(part, "_external_params", None)
+        ],
         "optimizer": whole(engines[0].state_tensors().items()),
         "parameters": len(engines[0].slots),
         "tied": trainer.models.student.tied,

@@ -43,7 +43,7 @@ def runs(rank, world, target, variants):
         options = (f"training.save_dir={target / name}", *overrides)
         run = recorded(path, *options)
         out.append({key: run[key] for key in KEPT})
-        out[-1]["stored"] = run["teacher_stored"]
+        out[-1] |= {key: run[f"teacher_{key}"] for key in ("stored", "kept")}
         after = run["result"].after
         out[-1]["evaluation"] = None if after is None else after.numbers()
         if mode == "export":
@@ -246,6 +246,7 @@ def test_every_architecture_and_layout(ranks, tmp_path, kind, tied):
             for run in peer:
                 agrees(run, truth)
                 assert same(run["teacher"], truth["teacher"])
+                assert run["kept"] == []
         for (_, name, *_), run in zip(variants, results[0], strict=True):
             model = exported(tmp_path / name / "exported")
             assert same(dict(model.named_parameters()), run["weights"])

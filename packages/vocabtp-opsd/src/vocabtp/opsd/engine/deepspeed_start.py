@@ -86,6 +86,8 @@ def start(layout: Layout) -> Any:
     # both are read once, when it is imported and when an engine is made
     os.environ.setdefault("DS_ACCELERATOR", layout.device.type)
     os.environ.setdefault("LOCAL_RANK", str(layout.device.index or 0))
+    # it calls some functions of torch by the names they had
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # it logs to standard output, which is the user's
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with warnings.catch_warnings():
