@@ -210,6 +210,25 @@ def test_only_response_rows_meet_the_head():
     assert len(head._forward_pre_hooks) == 0
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_padding_may_be_anywhere(kind):
+    """Also inside a row, and the whole of one: each row's tokens as if alone."""
+    model = place_model(tiny_model(kind), Layout(), name="m", trainable=False)
+    g = torch.Generator().manual_seed(2)
+    mask = torch.rand(5, 14, generator=g) < 0.6
+    mask[3] = False
+    tokens = torch.randint(0, 37, mask.shape, generator=g)
+    response = mask & (mask.cumsum(-1) > 2)
+    expected = []
+    for ids, real, marked in zip(tokens, mask, response, strict=True):
+        if real.any():
+            logits = model.module(input_ids=ids[real][None]).logits[0]
+            expected.append(logits[:-1][marked[real][1:]])
+    assert sum(map(len, expected)) == response.sum() > 15
+    actual = model.response_logits(tokens, mask.long(), response)
+    torch.testing.assert_close(actual, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
 def test_masks_that_nothing_predicts_or_of_other_shapes_are_refused():
     model = place_model(tiny_model("llama"), Layout(), name="m", trainable=True)
     tokens, mask, response = batch([(2, 2)], 37, 1)
