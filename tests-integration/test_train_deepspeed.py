@@ -137,7 +137,7 @@ def test_two_copies(ranks, tmp_path, monkeypatch):
         (path, "zero2", "export", ENGINE, ZERO2, "training.activation_checkpointing=true"),
         (empty, "empty", "once", ENGINE, TEACHER3, gather_all(tmp_path, stage=1)),
     ]
-    results = ranks(runs, 2, tmp_path, variants)
+    results = ranks(runs, 2, tmp_path, variants, limit=120)
     for zero0, zero2, none in results:
         for run in (zero0, zero2):
             agrees(run, truth)
@@ -183,7 +183,7 @@ def test_two_tensor_parallel_ranks_and_resume(ranks, tmp_path):
         (path, "out", "again", ENGINE, ZERO2),
         (path, "out", "again", "parallel.tp=2"),
     ]
-    results = ranks(runs, 2, tmp_path, variants)
+    results = ranks(runs, 2, tmp_path, variants, limit=120)
     for peer in results:
         for run in peer:
             assert run["losses"] == pytest.approx(truth["losses"][2:], rel=2e-5)
@@ -207,7 +207,7 @@ def test_bf16(ranks, tmp_path):
         (path, "zero0", "once", ENGINE),
         (path, "zero2", "export", ENGINE, ZERO2),
     ]
-    results = ranks(runs, 2, tmp_path, variants)
+    results = ranks(runs, 2, tmp_path, variants, limit=120)
     truth, *others = (run["losses"] for run in results[0])
     state = results[0][0]["optimizer"]
     for i, losses in enumerate(others, start=1):

@@ -176,10 +176,9 @@ class DeepSpeedEngine:
             for key in self.holder.keys(slot.param):
                 value = self.holder.read(slot.param, key)
                 if i % self.layout.dp == self.layout.dp_rank:
-                    value = value.detach().to("cpu", copy=True)
                     if key != "step":
-                        value = wrapped(slot.param, value)
-                    out[f"optimizer.{slot.name}.{key}"] = value
+                        value = wrapped(slot.param, value.detach())
+                    out[f"optimizer.{slot.name}.{key}"] = value.to("cpu", copy=True)
         return out
 
     def empty_state(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -192,8 +191,9 @@ class DeepSpeedEngine:
                     continue
                 out[name] = torch.zeros(())
                 if key != "step":
-                    empty = torch.zeros(slot.param.shape)
-                    out[name] = wrapped(slot.param, empty)
+                    # made on the device: a DTensor of a host tensor would move it there
+                    empty = torch.zeros_like(slot.param.detach(), dtype=torch.float32)
+                    out[name] = wrapped(slot.param, empty).to("cpu")
         return out
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
