@@ -11,6 +11,7 @@ from vocabtp.opsd.engine.deepspeed_json import complete, frozen, stage_of
 from vocabtp.opsd.engine.deepspeed_start import start
 from vocabtp.opsd.errors import ConfigError
 from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.trainer import Trainer
 
 LAYOUT = Layout(tp=2, dp=2)
 TRAINING = {"train_batch_size": 12, "micro_batch_size_per_gpu": 3, "max_grad_norm": 0.5}
@@ -154,7 +155,12 @@ def test_keys_that_do_not_go_together(config, overrides, key):
         config(None, *overrides)
 
 
-def test_without_deepspeed_the_message_says_what_to_install(monkeypatch):
+def test_without_deepspeed_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
+    trainer = Trainer(load_config(tiny_run(tmp_path), ["parallel.engine=deepspeed"]))
+    with pytest.raises(ConfigError, match=r"vocabtp-opsd\[deepspeed\]"):
+        trainer.check()
+    # in vain otherwise
+    assert trainer._models is None
     with pytest.raises(ConfigError, match=r"vocabtp-opsd\[deepspeed\]"):
         start(Layout())

@@ -198,13 +198,17 @@ class Trainer:
             complain(line)
 
     def _engine(self) -> Engine:
-        module = self.models.student.module
         if self.config.parallel.engine == "torch":
+            module = self.models.student.module
             return TorchEngine(module, self.config.training, self.layout, self.total_steps)
         if self._deepspeed is None:
             # once: what it puts into the module cannot be taken out
-            from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine
+            from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine, check
 
+            with self.layout.together():
+                # before any model is loaded
+                check(self.config, self.layout)
+            module = self.models.student.module
             self._deepspeed = DeepSpeedEngine(module, self.config, self.layout, self.total_steps)
             student = replace(self.models.student, forward=self._deepspeed.forward)
             self._models = replace(self.models, student=student)

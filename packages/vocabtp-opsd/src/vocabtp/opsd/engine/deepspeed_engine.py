@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.engine.base import StepResult
 from vocabtp.opsd.engine.deepspeed_json import complete, stage_of
-from vocabtp.opsd.engine.deepspeed_start import ranks_of, start
+from vocabtp.opsd.engine.deepspeed_start import check_installed, ranks_of, start
 from vocabtp.opsd.engine.deepspeed_state import holder_of
 from vocabtp.opsd.engine.optimizers import STATE, make_optimizer
 from vocabtp.opsd.engine.outcome import BAD_NORM, first_bad, gather, refusal
@@ -38,6 +38,16 @@ class Trained:
 
     name: str
     param: nn.Parameter
+
+
+def check(config: Config, layout: Layout) -> None:
+    """Find what would stop an engine from being made, without a model; no collectives.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, or its configuration cannot be used.
+    """
+    check_installed()
+    complete(config, layout)
 
 
 class DeepSpeedEngine:

@@ -67,6 +67,15 @@ def ranks_of(layout: Layout) -> Ranks | None:
     return None if layout.mesh is None else Ranks(layout)
 
 
+def check_installed() -> None:
+    """Raise a ConfigError unless DeepSpeed is there; imports nothing."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "deepspeed is not installed, which parallel.engine asks for: "
+            "pip install 'vocabtp-opsd[deepspeed]', or set parallel.engine to torch"
+        )
+
+
 def start(layout: Layout) -> Any:
     """Import DeepSpeed and let it use the process groups that exist.
 
@@ -78,11 +87,7 @@ def start(layout: Layout) -> Any:
     Raises:
         ConfigError: It is not installed.
     """
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            "deepspeed is not installed, which parallel.engine asks for: "
-            "pip install 'vocabtp-opsd[deepspeed]', or set parallel.engine to torch"
-        )
+    check_installed()
     # both are read once, when it is imported and when an engine is made
     os.environ.setdefault("DS_ACCELERATOR", layout.device.type)
     os.environ.setdefault("LOCAL_RANK", str(layout.device.index or 0))
