@@ -84,6 +84,14 @@ def test_the_head_is_the_formula(bias, scale, softcap, dtype):
         assert float(found.abs().max()) <= softcap
 
 
+def test_the_head_computes_in_its_own_dtype_inside_autocast():
+    weight, hidden = torch.randn(9, 16), torch.randn(4, 16)
+    head = TeacherHead(weight=weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(hidden)
+    assert torch.equal(logits, hidden @ weight.t())
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("width", [64, 896])
 def test_columns_are_those_of_the_stored_logits_to_one_rounding(width, chunk):

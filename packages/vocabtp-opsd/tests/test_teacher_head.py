@@ -63,6 +63,21 @@ def test_a_model_that_does_more_is_refused(monkeypatch, kind):
         Teacher(model, payload="hidden")
 
 
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_a_model_that_masks_ids_is_refused(monkeypatch, value):
+    model = model_of("llama")
+    forward = model.module.forward
+
+    def masked(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits[..., 3] = value
+        return out
+
+    monkeypatch.setattr(model.module, "forward", masked)
+    with pytest.raises(ModelError, match=r"set teacher\.payload to logits"):
+        Teacher(model, payload="hidden")
+
+
 def test_a_pass_that_fails_leaves_no_hook(monkeypatch):
     model = model_of("llama")
     monkeypatch.setattr(model.module.lm_head, "forward", lambda x: 1 / 0)

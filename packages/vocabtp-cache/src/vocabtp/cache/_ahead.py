@@ -110,6 +110,8 @@ class Ahead:
             return
         device = keys[0][2]
         rooms = {key: room(key) for key in keys}
+        out: Tensor | None = None
+        arrival: Arrival | None = None
         try:
             if not is_accelerator(device):
                 for key, out in rooms.items():
@@ -128,3 +130,4 @@ class Ahead:
         finally:
             # a traceback may outlive this
             rooms.clear()
+            out = arrival = None

@@ -76,7 +76,9 @@ class TeacherHead:
         """The logits `[..., L]` of hidden states `[..., H]`, in the dtype of the weight."""
         weight, bias = self.weight.detach(), self.bias
         bias = None if bias is None else bias.detach()
-        logits = functional.linear(hidden.to(weight.dtype), weight, bias)
+        # the dtype is the weight's, not that of an autocast around the reader
+        with torch.autocast(weight.device.type, enabled=False):
+            logits = functional.linear(hidden.to(weight.dtype), weight, bias)
         if self.scale != 1:
             logits *= self.scale
         if self.softcap is not None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_BLOCK_BYTES = 32 << 20
+# few pieces a payload: each costs the host some 20 us when it is copied
+MAX_BLOCK_BYTES = 256 << 20
 PAGE_BYTES = 4096
 # pieces start at a multiple of this, whatever the dtype of the rows
 ALIGNMENT = 64
