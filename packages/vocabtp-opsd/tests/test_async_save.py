@@ -156,6 +156,27 @@ def test_a_signal_waits_for_the_checkpoint_under_way(tmp_path, monkeypatch):
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000002", "step-00000003"]
 
 
+def test_a_signal_saves_though_the_checkpoint_under_way_failed(tmp_path, monkeypatch, capsys):
+    path = tiny_run(tmp_path, training={"max_steps": 9, "save_steps": 2, "async_save": True})
+    step, write, calls = run_module.Stepper.run, module.FileSystemWriter.write_data, []
+
+    def full_once(*args, **options):
+        calls.append(0)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return write(*args, **options)
+
+    def stopped(self, index, signum, *rest):
+        return step(self, index, (lambda: 15) if index == 2 else signum, *rest)
+
+    monkeypatch.setattr(module.FileSystemWriter, "write_data", full_once)
+    monkeypatch.setattr(run_module.Stepper, "run", stopped)
+    with pytest.raises(Interrupted):
+        recorded(path)
+    assert names(tmp_path / "out" / "checkpoints") == ["step-00000003"]
+    assert "step-00000002.partial: could not be written" in capsys.readouterr().out
+
+
 def test_a_failed_run_leaves_the_checkpoint_under_way_whole(tmp_path, monkeypatch):
     path = tiny_run(tmp_path, training={"max_steps": 4, "save_steps": 2, "async_save": True})
     held, step = Held(monkeypatch), run_module.Stepper.run

@@ -117,8 +117,14 @@ class Checkpoints:
         group = self._group
         # not for a while only: filters belong to all threads
         warnings.filterwarnings("ignore", message=_ALONE)
-        work = Background(lambda: self._write_whole(copies, saved, partial, final, group))
-        self._running = (partial, work)
+        device = self.layout.device
+
+        def write() -> None:
+            if device.type != "cpu":  # a new thread begins with the first one
+                torch.accelerator.set_device_index(device)
+            self._write_whole(copies, saved, partial, final, group)
+
+        self._running = (partial, Background(write))
         return final
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vocabtp.opsd.checkpoint import Saved
 from vocabtp.opsd.engine import Engine
-from vocabtp.opsd.errors import Interrupted, ModelError, NotFiniteError, UserError
+from vocabtp.opsd.errors import CheckpointError, Interrupted, ModelError, NotFiniteError, UserError
 from vocabtp.opsd.evaluate import Evaluation, evaluate
 from vocabtp.opsd.interrupt import InterruptFlag
 from vocabtp.opsd.output import Output
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vocabtp.opsd.trainer import Trainer
 
 
-_LAST_SAVE_S = 60.0  # for a checkpoint under way when a run fails
+_LAST_SAVE_S = 30.0  # for a checkpoint under way when a run fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,10 @@ class Run:
                 after = self._loop(total)
                 self.trainer.checkpoints.wait()
             except _StopRequest as stop:
+                try:
+                    self.trainer.checkpoints.wait()
+                except CheckpointError as error:  # on all ranks; this step's may still be written
+                    self.output.say(str(error))
                 path = self._save()
                 self.trainer.checkpoints.wait()
                 name = signal.Signals(stop.signum).name
