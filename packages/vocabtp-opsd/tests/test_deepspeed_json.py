@@ -46,6 +46,17 @@ def test_what_is_left_out_is_filled_in(config):
     assert half["zero_optimization"] == {"stage": 2}
 
 
+def test_other_data_types_leave_the_one_of_sums(config):
+    options = ("student.dtype=bfloat16", "parallel.shard=zero2")
+    for said, wanted in (
+        ({"keep_in_fp32_modules": "auto"}, "fp32"),
+        ({"grad_accum_dtype": None}, "fp32"),
+        ({"grad_accum_dtype": "bf16"}, "bf16"),
+    ):
+        found = complete(config({"data_types": said}, *options), LAYOUT)
+        assert found["data_types"] == {**said, "grad_accum_dtype": wanted}
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_of_bfloat16_add_up_in_float32_with_stage_2_only(config, stage):
     given = {"zero_optimization": {"stage": stage}}

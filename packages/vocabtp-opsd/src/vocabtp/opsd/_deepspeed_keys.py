@@ -70,6 +70,7 @@ SECTIONS: dict[str, frozenset[str]] = {
         "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps "
         "warmup_min_ratio cos_min_ratio last_batch_iteration"
     ),
+    "data_types": _names("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules"),
     "bf16": _names(
         "enabled immediate_grad_update check_grad_overflow check_overflow auto_cast "
         "bf16_master_weights_and_grads bf16_optimizer_states"

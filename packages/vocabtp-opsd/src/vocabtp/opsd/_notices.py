@@ -19,6 +19,12 @@ def notices_of(config: Sections) -> list[str]:
             f"too{_unread(config.deepspeed_config)}; parallel.engine=deepspeed runs DeepSpeed"
         )
     t = config.training
+    own = config.deepspeed_config or {}
+    if "activation_checkpointing" in own and not t.activation_checkpointing:
+        notices.append(
+            "deepspeed_config: activation_checkpointing has no effect here: "
+            "training.activation_checkpointing does it"
+        )
     if 0 < t.max_steps <= t.warmup_steps:
         notices.append(
             f"training.warmup_steps {t.warmup_steps}: the learning rate never reaches its peak in "

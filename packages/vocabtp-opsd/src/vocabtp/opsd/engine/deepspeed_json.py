@@ -90,7 +90,10 @@ def complete(config: Config, layout: Layout) -> dict[str, Any]:
         # sums of many small numbers: in fp32, as the torch engine's
         out.setdefault("communication_data_type", "fp32")
         if stage == 2:
-            out.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+            # what else the section says leaves this as it is
+            own = _section(out, "data_types")
+            dtype = own.get("grad_accum_dtype") or "fp32"
+            out["data_types"] = {**own, "grad_accum_dtype": dtype}
         elif _section(out, "data_types").get("grad_accum_dtype") not in (None, "bf16"):
             raise ConfigError(
                 f"deepspeed_config: data_types.grad_accum_dtype has to be bf16 with ZeRO stage "
