@@ -102,7 +102,12 @@ def test_a_run_from_saved_caches_gives_the_losses_of_the_run_that_saved_them(
         return cache
 
     def read(teacher, rollout, prompts=None):
-        cache = TeacherLogitCache.open(tmp_path / "caches", teacher.model.shard, entry=len(opened))
+        told = teacher.identity(teacher._batch(rollout, prompts))
+        folder, shard = tmp_path / "caches", teacher.model.shard
+        with pytest.raises(ValueError, match="tokens"):
+            told_other = told | {"tokens": told["tokens"] + 1}
+            TeacherLogitCache.open(folder, shard, entry=len(opened), **told_other)
+        cache = TeacherLogitCache.open(folder, shard, entry=len(opened), **told)
         opened.append(cache.shape)
         return cache
 

@@ -58,7 +58,7 @@ def start(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "run.yaml").write_text(
         "student: {model_name_or_path: a/b}\nteacher: {model_name_or_path: a/c}\n"
-        "data: {path: p.jsonl}\nparallel: {tp: 2, nproc: 2}\n"
+        "data: {path: p.jsonl, chat_template: tokenizer}\nparallel: {tp: 2, nproc: 2}\n"
         "rollout: {engine: hybrid_engine}\n"
     )
     # a module of the working directory must not replace a real one in the ranks

@@ -75,20 +75,28 @@ class Teacher:
 
         Returns:
             A cache of `[rows, L]` in the dtype of the teacher's weights, of the kind that
-            `payload` says; the caller frees it.
+            `payload` says, which knows the teacher, the tokens and the positions that it was
+            filled from; the caller frees it.
 
         Raises:
             ValueError: The number of teacher prompts is not the number of samples.
         """
         batch = self._batch(rollout, teacher_prompts)
         module, shard = self.model.module, self.model.shard
+        options = self._options | self.identity(batch)
         with torch.no_grad(), evaluating(module), self._on_device():
             if self._payload == "hidden":
                 states, head = response_states(self.model, *batch)
-                return TeacherHiddenCache.store(states, head, shard, **self._options)
+                return TeacherHiddenCache.store(states, head, shard, **options)
             logits = self.model.response_logits(*batch)
         release(module)
-        return TeacherLogitCache.store(logits, shard, module.dtype, **self._options)
+        return TeacherLogitCache.store(logits, shard, module.dtype, **options)
+
+    def identity(self, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
+        """What a cache of these tokens, their mask and the response mask is told of itself."""
+        tokens, _, response = batch
+        # on the host before the forward is queued: later it would be waited for
+        return {"teacher": self.model.name, "tokens": tokens.cpu(), "positions": response.cpu()}
 
     def idle(self) -> None:
         """Take part in a `score` of other data-parallel copies, without a sample of one's own.

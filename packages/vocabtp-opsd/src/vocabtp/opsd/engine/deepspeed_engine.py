@@ -97,7 +97,7 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, *, last: bool = True) -> None:
         """Add this micro-batch's gradient; the last one of a step reduces what is not yet."""
         self.inner.set_gradient_accumulation_boundary(last)
-        self.inner.backward(loss * self.layout.dp, scale_wrt_gas=False)
+        self.inner.backward(loss, scale_wrt_gas=False)
 
     def step(
         self, index: int, *, tokens: int, report: Sequence[float], own: Sequence[float]

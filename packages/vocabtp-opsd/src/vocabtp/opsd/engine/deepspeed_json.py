@@ -66,6 +66,9 @@ def complete(config: Config, layout: Layout) -> dict[str, Any]:
         out[key] = value
     # left to the engine: one norm, over all ranks and parts, decides and clips at every stage
     out["gradient_clipping"] = 0.0
+    # a loss is its share of the step's: the mean over the copies would have to be multiplied away,
+    # and with an upstream gradient of 1 the loss has its gradients already
+    out["gradient_allreduce_op"] = "sum"
     for name, enabled in (("bf16", half), ("fp16", False)):
         section = dict(_section(out, name))
         asked = section.get("enabled", "auto")
