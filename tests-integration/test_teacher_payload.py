@@ -104,9 +104,9 @@ def test_a_run_from_saved_caches_gives_the_losses_of_the_run_that_saved_them(
     def read(teacher, rollout, prompts=None):
         told = teacher.identity(teacher._batch(rollout, prompts))
         folder, shard = tmp_path / "caches", teacher.model.shard
+        others = told | {"tokens": told["tokens"] + 1}
         with pytest.raises(ValueError, match="tokens"):
-            told_other = told | {"tokens": told["tokens"] + 1}
-            TeacherLogitCache.open(folder, shard, entry=len(opened), **told_other)
+            TeacherLogitCache.open(folder, shard, entry=len(opened), **others)
         cache = TeacherLogitCache.open(folder, shard, entry=len(opened), **told)
         opened.append(cache.shape)
         return cache
