@@ -93,11 +93,12 @@ def _sides(
     """a, b and d, which is +inf where only B is masked and NaN where both are."""
     dtype = here.sums.dtype
     d = tiles.centre_(a.copy(start, stop, dtype), here.maxes[0], temperature)
-    u_b = tiles.centre_(b.copy(start, stop, dtype), here.maxes[1], temperature)
-    if temperature < 1.0:
-        # a low number that overflows is no mask
-        low = (u_b == -INF) & (b.copy(start, stop, dtype) > -INF)
-        u_b.masked_fill_(low, torch.finfo(dtype).min)
+    u_b = b.copy(start, stop, dtype)
+    masked = u_b == -INF if temperature < 1.0 else None
+    tiles.centre_(u_b, here.maxes[1], temperature)
+    if masked is not None:
+        # a low number that overflows is no mask; clamp keeps NaN
+        u_b.clamp_(min=torch.finfo(dtype).min).masked_fill_(masked, -INF)
     p_a = d.exp().div_(here.sums[0, :, None])
     d.sub_(u_b)
     return p_a, u_b.exp_().div_(here.sums[1, :, None]), d
