@@ -192,6 +192,15 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--layer={layer}: {wrong}")
 
 
+def _has_deepspeed():
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def pytest_report_header():
+    """Say what a missing package keeps from being tried."""
+    return [] if _has_deepspeed() else ["no deepspeed here: tests marked 'deepspeed' are dropped"]
+
+
 def pytest_collection_modifyitems(config, items):
     """Drop what this run did not ask for: a skipped test would hide a run of nothing."""
     if any({"vocabtp-opsd", "tests-integration"} & set(i.path.parts) for i in items):
@@ -211,6 +220,8 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--full"):
         wanted += " full"
     drop = [m for m in ("gpu", "full") if m not in wanted]
+    if not _has_deepspeed():
+        drop.append("deepspeed")
     out = [i for i in items if any(i.get_closest_marker(m) for m in drop)]
     if out:
         config.hook.pytest_deselected(items=out)
