@@ -107,15 +107,20 @@ def _step(rows: list[Row]) -> str:
             arm = "stored in the step, then all of it ahead"
         elif arm == "on the device":
             arm = "the step with the teacher's rows on the device"
-        copied = f"{row['copy_ms']:.1f}" if "copy_ms" in row else ""
-        hidden = f"{row['hidden']:.1%}" if "hidden" in row else ""
-        lines.append([arm, f"{row['ms']:.1f}", copied, hidden])
+        low, high = row["range_ms"]
+        line = [arm, f"{row['ms']:.1f}", f"{low:.1f} to {high:.1f}", "", "", ""]
+        if "hidden" in row:
+            low, high = row["hidden_range"]
+            line[3:] = f"{row['copy_ms']:.1f}", f"{row['exposed_ms']:.1f}", ""
+            line[5] = f"{row['hidden']:.1%} ({low:.1%} to {high:.1%})"
+        lines.append(line)
     about = (
         f"Student: {layers} layers of width {width} (inner {inner}); {first['rows']} rows of "
         f"{first['cols']} columns in bf16, {first['bytes'] / 1e9:.2f} GB, chunks of "
-        f"{first['chunk']} rows; reverse KL."
+        f"{first['chunk']} rows; reverse KL. {first['queued']} steps in a row a sample."
     )
-    return f"{about}\n\n" + _table(["", "ms", "ms of its copies alone", "of these hidden"], lines)
+    head = ["", "ms a step", "all rounds", "ms of its copies alone", "ms longer unhidden"]
+    return f"{about}\n\n" + _table([*head, "of these hidden (all rounds)"], lines)
 
 
 def _hidden(rows: list[Row]) -> str:

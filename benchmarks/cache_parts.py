@@ -24,6 +24,7 @@ class Sizes:
     chunk: int = 256  # positions of every sequence
     widths: tuple[int, ...] = (75_968, 151_936)
     rounds: int = 5
+    queued: int = 4  # training steps in a row
     step_positions: int = 2048
     layers: int = 28
     student: int = 1536
@@ -41,6 +42,7 @@ QUICK = Sizes(
     chunk=8,
     widths=(96, 128),
     rounds=1,
+    queued=2,
     step_positions=16,
     layers=1,
     student=32,
@@ -59,24 +61,33 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def clock(call: Call, device: torch.device) -> float:
-    """Milliseconds of one call and all that it queued."""
+def clock(call: Call, device: torch.device, times: int = 1) -> float:
+    """Milliseconds of one call and all that it queued; of several in a row, their mean."""
     synchronize(device)
     start = time.perf_counter()
-    call()
+    for _ in range(times):
+        call()
     synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (time.perf_counter() - start) / times
+
+
+def samples(
+    arms: dict[str, Call], device: torch.device, rounds: int, times: int = 1
+) -> dict[str, list[float]]:
+    """What each arm took in each round, arms in turns, after a round that is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for round_ in range(rounds + 1):
+        for name, call in arms.items():
+            taken = clock(call, device, times)
+            if round_:
+                found[name].append(taken)
+    return found
 
 
 def in_turns(arms: dict[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
     """The median of each arm, after one call that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for round_ in range(rounds + 1):
-        for name, call in arms.items():
-            taken = clock(call, device)
-            if round_:
-                times[name].append(taken)
-    return {name: statistics.median(found) for name, found in times.items()}
+    found = samples(arms, device, rounds)
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def pinned(*shape: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vocabtp.cache import PinnedPool
-from vocabtp.cache._streams import side_stream
+from vocabtp.cache._streams import _side_stream
 
 
 @pytest.fixture
@@ -53,10 +53,22 @@ class Late:
                     self.stream.work(self.at)
 
         class Stream:
-            def __init__(self, device=None):
+            device_index, device_type = 0, 1
+
+            def __init__(self, device=None, *of_device):
+                if of_device:
+                    # another object for the stream of this number
+                    self.__dict__ = late.streams[device].__dict__
+                    return
                 self.queue, self.given, self.done = collections.deque(), 0, 0
                 self.stream_id = len(late.streams)
                 late.streams.append(self)
+
+            def __eq__(self, other):
+                return self.stream_id == other.stream_id
+
+            def __hash__(self):
+                return self.stream_id
 
             def give(self, job):
                 self.queue.append(job)
@@ -93,7 +105,7 @@ class Late:
         self.streams, self.home, self.recorded = [], None, []
         self.home = self.current = Stream()
         self.Stream = Stream
-        for module in ("_streams", "_pinned", "_departure", "_ahead"):
+        for module in ("_streams", "_pinned", "_departure", "_ahead", "_entries"):
             name = f"vocabtp.cache.{module}.is_accelerator"
             monkeypatch.setattr(name, lambda device: True)
         monkeypatch.setattr(torch, "Stream", Stream)
@@ -108,6 +120,6 @@ class Late:
 @pytest.fixture
 def late(monkeypatch):
     """Side streams that work as late as they may; see `Late`."""
-    side_stream.cache_clear()
+    _side_stream.cache_clear()
     yield Late(monkeypatch)
-    side_stream.cache_clear()
+    _side_stream.cache_clear()

@@ -181,6 +181,63 @@ def test_no_chunk_is_alive_after_an_exception(chunks, monkeypatch, where):
     assert all(ref() is None for ref in caches)
 
 
+class Device:
+    """Memory for so many chunks; what is asked for beyond that is refused."""
+
+    def __init__(self, monkeypatch, room):
+        self.free, self.refused, plain = room, 0, TeacherCache._room
+
+        def place(cache, key):
+            if not self.free:
+                self.refused += 1
+                raise torch.OutOfMemoryError("out of memory")
+            out = plain(cache, key)
+            self.free -= 1
+            weakref.finalize(out, self.back)
+            return out
+
+        monkeypatch.setattr(TeacherCache, "_room", place)
+
+    def back(self):
+        self.free += 1
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(("room", "budget"), [(1, 2), (1, 10), (2, 3), (5, 10)])
+def test_a_prefetch_that_finds_no_memory_does_not_happen(monkeypatch, room, budget):
+    """Nor does it leave others less: fetch copies in place, one chunk at a time."""
+    source = torch.arange(20 * 32.0).view(20, 32).bfloat16()
+    cache = TeacherLogitCache.store(source, prefetch_bytes=budget * 2 * ROW)
+    device = Device(monkeypatch, room)
+    cache.prefetch(0, 20, chunk=2)
+    assert (device.free, device.refused, cache.prefetched_nbytes) == (room, 1, 0)
+    for start in range(0, 20, 2):
+        chunk = cache.fetch(start, start + 2)
+        assert torch.equal(chunk, source[start : start + 2])
+        del chunk
+    # and was not tried again, which costs an allocator what it keeps for others
+    assert device.refused == 1
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_fetch_goes_before_what_was_prefetched(monkeypatch):
+    """A reader that holds chunks, or jumps, has the memory of those that wait."""
+    source = torch.arange(40 * 32.0).view(40, 32).bfloat16()
+    cache = TeacherLogitCache.store(source, prefetch_bytes=3 * 2 * ROW)
+    device = Device(monkeypatch, 4)
+    cache.prefetch(0, 40, chunk=2)
+    held = [cache.fetch(0, 2), cache.fetch(2, 4)]
+    assert (device.free, device.refused) == (0, 1)
+    held.append(cache.fetch(30, 34))
+    assert cache.prefetched_nbytes == 0
+    held.append(cache.fetch(4, 6))
+    for chunk, start in zip(held, (0, 2, 30, 4), strict=True):
+        assert torch.equal(chunk, source[start : start + len(chunk)])
+    # nobody else has any
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.fetch(6, 8)
+
+
 def test_arguments():
     cache = cache_of(8)
     for chunk in (1.0, True, "2"):

@@ -256,6 +256,15 @@ def test_a_stream_gives_the_caches_in_order(tmp_path):
         stream[3]
 
 
+def test_a_stream_takes_a_budget(tmp_path):
+    save(tmp_path)
+    for cache in TeacherLogitStream(tmp_path, prefetch_bytes=50):
+        assert cache.prefetch_bytes == 50
+    for wrong, error in ((-1, ValueError), ("1", TypeError)):
+        with pytest.raises(error, match="TeacherLogitStream: prefetch_bytes must be"):
+            TeacherLogitStream(tmp_path, prefetch_bytes=wrong)
+
+
 def test_a_stream_that_is_left_frees_what_it_opened_ahead(tmp_path, monkeypatch):
     opened = []
     plain = TeacherLogitCache.open.__func__

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import time
 
 import pytest
@@ -404,6 +406,86 @@ def test_a_saved_cache_is_read_to_the_device(tmp_path, shape):
         got.append(cache.fetch(start, start + size))
         assert got[-1].device == device()
     assert torch.equal(torch.cat(got, dim=-2), kept[..., WIDTH // 2 :])
+
+
+@pytest.mark.parametrize("shape", [(2000, WIDTH), (2, 1000, WIDTH)])
+def test_a_prefetch_of_saved_rows_holds_up_neither_the_host_nor_the_stream(tmp_path, shape):
+    source, size = noise(*shape).bfloat16(), shape[-2] // 5
+    TeacherLogitCache.store(source).save(tmp_path)
+    pool = PinnedPool()
+    cache = TeacherLogitCache.open(tmp_path, device=device(), pool=pool)
+    # the pages of the file and of the pool are in memory, kernels are loaded
+    cache.prefetch(0, len(cache), chunk=size)
+    cache.fetch(0, size)
+    torch.accelerator.synchronize()
+    asleep = sleep(side_stream(device(), "in"), ms=600)
+    start = time.perf_counter()
+    cache.prefetch(0, len(cache), chunk=size)
+    source + 1
+    torch.accelerator.current_stream().synchronize()
+    assert time.perf_counter() - start < 0.4
+    assert not asleep.query()
+    got = [cache.fetch(start, start + size) for start in range(0, len(cache), size)]
+    assert torch.equal(torch.cat(got, dim=-2), source)
+    cache.free()
+    torch.accelerator.synchronize()
+    assert pool.used_nbytes == 0
+    assert pool.nbytes <= 1.1 * source.numel() * 2
+
+
+def test_threads_keep_their_current_streams():
+    """Each on a stream of its own, all through the two side streams."""
+    wrong = []
+
+    def work(value: int) -> None:
+        own = torch.Stream(device())
+        with own:
+            source = torch.full((200, WIDTH), float(value), device=device())
+            for _ in range(60):
+                with TeacherLogitCache.store(source) as cache:
+                    cache.prefetch(0, 200, chunk=20)
+                    chunks = [cache.fetch(start, start + 20) for start in range(0, 200, 20)]
+                if torch.accelerator.current_stream() != own:
+                    wrong.append("stream")
+                    return
+                if not (torch.cat(chunks) == value).all():
+                    wrong.append("rows")
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(value,)) for value in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == []
+
+
+def test_a_prefetch_without_memory_on_the_device_does_not_happen():
+    source = noise(2000, WIDTH).bfloat16()
+    kept = source.cpu()
+    cache = TeacherLogitCache.store(source, prefetch_bytes=4 * 200 * WIDTH * 2)
+    cache.fetch(0, 1)
+    del source
+    held: list[Tensor] = []
+    size = 1 << 38
+    while size >= 1 << 20:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device=device()))
+        except torch.OutOfMemoryError:
+            size //= 2
+    cache.prefetch(0, 2000, chunk=200)
+    assert cache.prefetched_nbytes == 0
+    # room for one chunk, 2.4 MB, and what is compared
+    held = [x for x in held if x.numel() > 16 << 20]
+    for start in range(0, 2000, 200):
+        assert torch.equal(cache.fetch(start, start + 200).cpu(), kept[start : start + 200])
+    del held
+    cache.prefetch(0, 2000, chunk=200)
+    assert cache.prefetched_nbytes == cache.prefetch_bytes
 
 
 def test_locked_memory_stays_near_the_payload():

@@ -7,6 +7,9 @@ import torch
 
 from vocabtp.cache import PinnedPool, TeacherLogitCache
 from vocabtp.cache._pinned import HostRows
+from vocabtp.cache._streams import side_stream
+from vocabtp.cache.pool import PAGE_BYTES
+from vocabtp.dist import VocabShard
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -143,15 +146,32 @@ def test_fetch_on_another_stream(late, prefetched):
     assert torch.equal(chunk, kept)
 
 
-def test_room_of_a_dropped_prefetch_outlasts_its_copy(late):
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_dropped_prefetch_counts_until_its_copy_ended(late, planned):
+    """Its memory cannot go to another chunk before, so that the device would hold both."""
     cache = TeacherLogitCache.store(noise(40, 16), pool=PinnedPool(), prefetch_bytes=10 * 32)
+    chunk = {"chunk": 10} if planned else {}
     late.recorded.clear()
-    cache.prefetch(0, 10)
-    cache.prefetch(10, 20)
+    cache.prefetch(0, 10, **chunk)
     side = late.streams[2]
-    assert [stream for _, stream in late.recorded] == [side]
+    cache.prefetch(10, 20, **chunk)
+    assert cache.prefetched_nbytes == 10 * 32
+    side.work(side.given)
+    assert cache.prefetched_nbytes == 10 * 32 * (not planned)
+    cache.prefetch(10, 20, **chunk)
+    assert [key[:2] for key in cache._ahead._arrivals] == [(10, 20)]
+    # what had arrived was free at once, whatever the stream has to do now
+    assert late.recorded == []
     cache.free()
-    assert [stream for _, stream in late.recorded] == [side, side]
+    assert [stream for _, stream in late.recorded] == [side]
+
+
+def test_a_side_stream_is_an_object_of_its_callers_own(late):
+    """Entered, it remembers what was current before: two threads in one would mix that up."""
+    device = torch.device("cpu")
+    first, second = side_stream(device, "in"), side_stream(device, "in")
+    assert first is not second
+    assert first.stream_id == second.stream_id != side_stream(device, "out").stream_id
 
 
 def test_room_of_a_copy_that_failed_outlasts_what_was_queued(late, monkeypatch):
@@ -173,3 +193,48 @@ def test_room_of_a_copy_that_failed_outlasts_what_was_queued(late, monkeypatch):
     monkeypatch.setattr(HostRows, "read", read)
     cache.free()
     assert [t.data_ptr() for t, _ in late.recorded] == calls[::-1]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_prefetch_of_saved_rows_does_not_wait_for_those_before(tmp_path, late, shards):
+    """Each chunk has host memory of its own until its copy ended; with poison behind that."""
+    kept, pool = noise(40, 160), PinnedPool()
+    for i in range(shards):
+        shard = VocabShard(160 * i // shards, 160 * (i + 1) // shards, 160)
+        part = TeacherLogitCache.store(kept[:, shard.start : shard.end], shard, torch.float32)
+        part.save(tmp_path)
+    size = 10 * 160 * 4
+    cache = TeacherLogitCache.open(tmp_path, pool=pool, prefetch_bytes=3 * size)
+    cache.prefetch(0, 40, chunk=10)
+    assert pool.used_nbytes == 3 * size
+    side = late.streams[2 if len(late.streams) > 2 else 1]
+    side.work(side.given)
+    chunks = [cache.fetch(0, 10)]
+    # the first three left, the fourth is on its way
+    assert pool.used_nbytes == size
+    chunks += [cache.fetch(start, start + 10) for start in (10, 20, 30)]
+    assert torch.equal(torch.cat(chunks), kept)
+    # a host that is ahead of a stream: never more than the rows of the entry
+    other = late.Stream()
+    with other:
+        chunks = [cache.fetch(start, start + 20) for start in (0, 20) * 3]
+    assert pool.nbytes <= 4 * size + PAGE_BYTES
+    other.work(other.given)
+    assert torch.equal(torch.cat(chunks), kept.repeat(3, 1))
+    cache.prefetch(0, 40, chunk=10)
+    cache.free()
+    assert pool.used_nbytes == 0
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_saved_rows_come_through_as_little_memory_as_the_pool_has(tmp_path, late):
+    kept = noise(64, 64)
+    TeacherLogitCache.store(kept, dtype=torch.float32).save(tmp_path)
+    # that of one chunk
+    cache = TeacherLogitCache.open(tmp_path, pool=PinnedPool(limit=16 * 64 * 4))
+    cache.prefetch(0, 64, chunk=16)
+    got = [cache.fetch(start, start + 16) for start in range(0, 64, 16)]
+    assert torch.equal(torch.cat(got), kept)
+    with pytest.raises(ValueError, match="the limit is 4096"):
+        cache.fetch(0, 17)

@@ -45,12 +45,15 @@ class Ahead:
     def __init__(self, budget: int, unit: int) -> None:
         self.budget, self._unit = budget, unit
         self._arrivals: dict[Key, Arrival] = {}
+        # dropped while their copies were under way: they take memory until these end
+        self._leaving: list[Arrival] = []
         self._plan: Plan | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes on their way or waiting."""
-        return sum(arrival.nbytes for arrival in self._arrivals.values())
+        self._leaving = [arrival for arrival in self._leaving if not arrival.ended()]
+        return sum(arrival.nbytes for arrival in (*self._arrivals.values(), *self._leaving))
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -58,6 +61,7 @@ class Ahead:
     def clear(self) -> None:
         """Drop them all, and what was planned."""
         self._arrivals.clear()
+        self._leaving.clear()
         self._plan = None
 
     def take(self, key: Key) -> Tensor | None:
@@ -70,11 +74,18 @@ class Ahead:
         return None if arrival is None else arrival.take()
 
     def ask(self, key: Key, room: Room, fill: Fill) -> None:
-        """Start the copy of one chunk; older ones make way."""
-        if key in self._arrivals or self._bytes(key) > self.budget:
+        """Start the copy of one chunk; older ones make way, but for those still being copied."""
+        if key in self._arrivals:
             return
-        while self.nbytes + self._bytes(key) > self.budget:
-            del self._arrivals[next(iter(self._arrivals))]
+        missing, gone = self.nbytes + self._bytes(key) - self.budget, []
+        for old, arrival in self._arrivals.items():
+            if missing > 0 and arrival.ended():
+                missing -= arrival.nbytes
+                gone.append(old)
+        if missing > 0:
+            return
+        for old in gone:
+            del self._arrivals[old]
         self._start([key], room, fill)
 
     def plan(self, plan: Plan, room: Room, fill: Fill) -> None:
@@ -82,7 +93,7 @@ class Ahead:
         self._plan = plan
         wanted = set(plan.keys())
         for key in [key for key in self._arrivals if key not in wanted]:
-            del self._arrivals[key]
+            self._leaving.append(self._arrivals.pop(key))
         self.go_on(room, fill)
 
     def go_on(self, room: Room, fill: Fill) -> None:
@@ -101,18 +112,35 @@ class Ahead:
             plan.at = key[1]
         self._start(keys, room, fill)
 
+    def room_now(self, key: Key, room: Room) -> Tensor:
+        """An empty tensor for a chunk that nobody asked for; where memory is short others go."""
+        try:
+            return room(key)
+        except torch.OutOfMemoryError:
+            if not self._arrivals and not self._leaving:
+                raise
+        self.clear()
+        return room(key)
+
     def _bytes(self, key: Key) -> int:
         return (key[1] - key[0]) * self._unit
 
     def _start(self, keys: list[Key], room: Room, fill: Fill) -> None:
-        """Start the copies of chunks to one device."""
+        """Start the copies of chunks to one device; none of them where it has no room for all."""
         if not keys:
             return
         device = keys[0][2]
-        rooms = {key: room(key) for key in keys}
+        rooms: dict[Key, Tensor] = {}
         out: Tensor | None = None
         arrival: Arrival | None = None
         try:
+            try:
+                for key in keys:
+                    rooms[key] = room(key)
+            except torch.OutOfMemoryError:
+                # whoever needs the memory now has what is left of it, and fetch copies in place
+                self._plan = None
+                return
             if not is_accelerator(device):
                 for key, out in rooms.items():
                     fill(key, out)

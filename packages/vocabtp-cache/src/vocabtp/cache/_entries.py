@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor
 from vocabtp.cache._files import CODES, DTYPE_OF, check_size, map_rows, replacing, write_rows
 from vocabtp.cache._identity import Identity
 from vocabtp.cache._pinned import HostRows
+from vocabtp.cache._streams import is_accelerator, mark
 from vocabtp.cache.pool import PinnedPool, default_pool
 
 FORMAT = "vocabtp.cache"
@@ -204,6 +206,9 @@ class MappedRows:
     ) -> None:
         self._pool = pool
         self._spans: list[tuple[int, Tensor]] = []
+        # rows on their way to a device, each with what is behind its copy
+        self._stages: deque[tuple[HostRows, torch.Event]] = deque()
+        self._most = 0
         for part in parts:
             path, sha256 = directory / part.file, part.sha256 if verify else None
             lo, hi = max(start, part.start), min(end, part.end)
@@ -214,28 +219,63 @@ class MappedRows:
             rows = map_rows(path, part.shape, DTYPE_OF[part.dtype], part.size, sha256)
             columns = rows.flatten(0, -2)[:, lo - part.start : hi - part.start]
             self._spans.append((lo - start, columns))
+            self._most += columns.numel() * columns.element_size()
 
     def read(self, start: int, out: Tensor) -> None:
         """Copy the rows from `start` to `out`, `[n, L]` contiguous, on its current stream."""
         if not out.numel():
             return
         end = start + out.shape[0]
-        if out.device.type == "cpu":
+        if not is_accelerator(out.device):
             for offset, columns in self._spans:
                 out[:, offset : offset + columns.shape[1]].copy_(columns[start:end])
             return
         # pages of a file cannot be copied from beside other work
         rows = [columns[start:end] for _, columns in self._spans]
-        stage = HostRows(out.shape[0], out.shape[1], out.dtype, self._pool or default_pool())
+        stage = self._stage(out)
         try:
             stage.write(0, rows[0] if len(rows) == 1 else torch.cat(rows, dim=1))
             stage.read(0, out)
-        finally:
+        except BaseException:
             stage.release()
+            raise
+        event = mark(out.device)
+        assert event is not None
+        # kept until then, and not lent to the next rows, for which this thread would wait
+        self._stages.append((stage, event))
+
+    def _stage(self, out: Tensor) -> HostRows:
+        """Room for rows on their way to `out`; what has left is handed back before.
+
+        All of them take no more than the rows of the entry do, and no more than the pool may
+        hold: a host that is further ahead of the device waits.
+        """
+        while self._stages and self._stages[0][1].query():
+            self._stages.popleft()[0].release()
+        rows, width = out.shape
+        size = out.numel() * out.element_size()
+        while self._stages and sum(s.nbytes for s, _ in self._stages) + size > self._most:
+            self._wait_for_oldest()
+        while True:
+            try:
+                return HostRows(rows, width, out.dtype, self._pool or default_pool())
+            except ValueError:
+                # above the pool's limit
+                if not self._stages:
+                    raise
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        stage, event = self._stages.popleft()
+        event.synchronize()
+        stage.release()
 
     def release(self) -> None:
         """Unmap the files."""
         self._spans.clear()
+        while self._stages:
+            # the pool waits for what is under way
+            self._stages.popleft()[0].release()
 
 
 def new_part(

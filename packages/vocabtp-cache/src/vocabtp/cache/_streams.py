@@ -27,9 +27,18 @@ def resolve(device: torch.device | str) -> torch.device:
 
 
 @functools.cache
-def side_stream(device: torch.device, way: Literal["in", "out"]) -> torch.Stream:
-    """The stream for copies to ("in") or from ("out") this device."""
+def _side_stream(device: torch.device, way: Literal["in", "out"]) -> torch.Stream:
     return torch.Stream(device)
+
+
+def side_stream(device: torch.device, way: Literal["in", "out"]) -> torch.Stream:
+    """The stream for copies to ("in") or from ("out") this device.
+
+    An object of the caller's own for it: one that is entered remembers what was current before,
+    and two threads inside of the same would go back to each other's.
+    """
+    kept = _side_stream(device, way)
+    return torch.Stream(kept.stream_id, kept.device_index, kept.device_type)
 
 
 def mark(device: torch.device) -> torch.Event | None:
@@ -77,6 +86,10 @@ class Arrival:
         assert self._tensor is not None
         self._filled = None if self._side is None else mark(self._tensor.device)
 
+    def ended(self) -> bool:
+        """Whether the copy is over, so that the memory is free as soon as it is dropped."""
+        return self._side is None or (self._filled is not None and self._filled.query())
+
     def take(self) -> Tensor:
         """The tensor, safe to use on the current stream of its device; once."""
         tensor, self._tensor = self._tensor, None
@@ -90,5 +103,5 @@ class Arrival:
 
     def __del__(self) -> None:
         # dropped before anyone waited for the copy: its memory must outlast it
-        if self._tensor is not None and self._side is not None:
+        if self._tensor is not None and self._side is not None and not self.ended():
             self._tensor.record_stream(self._side)

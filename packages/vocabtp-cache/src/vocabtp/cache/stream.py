@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from vocabtp.cache._checks import check_entry
+from vocabtp.cache._ahead import PREFETCH_BYTES
+from vocabtp.cache._checks import check_budget, check_entry
 from vocabtp.cache._entries import count_entries
 from vocabtp.cache._streams import resolve
 from vocabtp.cache.logits import TeacherLogitCache
@@ -33,9 +34,12 @@ class TeacherLogitStream:
         verify: As for `TeacherLogitCache.open`.
         teacher: As for `TeacherLogitCache.open`.
         pool: As for `TeacherLogitCache.open`.
+        prefetch_bytes: As for `TeacherLogitCache.open`.
 
     Raises:
-        ValueError: The directory holds no cache, or one is missing between others.
+        TypeError: `prefetch_bytes` is no int.
+        ValueError: `prefetch_bytes` is negative, the directory holds no cache, or one is missing
+            between others.
     """
 
     def __init__(
@@ -47,11 +51,14 @@ class TeacherLogitStream:
         verify: bool = True,
         teacher: str | None = None,
         pool: PinnedPool | None = None,
+        prefetch_bytes: int = PREFETCH_BYTES,
     ) -> None:
+        check_budget("TeacherLogitStream:", prefetch_bytes)
         self._directory = Path(directory)
         # here and not in the thread, which has a current device of its own
         self._shard, self._device = shard, None if device is None else resolve(device)
         self._verify, self._teacher, self._pool = verify, teacher, pool
+        self._prefetch_bytes = prefetch_bytes
         self._count = count_entries(self._directory)
 
     def __len__(self) -> int:
@@ -76,6 +83,7 @@ class TeacherLogitStream:
             verify=self._verify,
             teacher=self._teacher,
             pool=self._pool,
+            prefetch_bytes=self._prefetch_bytes,
         )
 
     def __iter__(self) -> Iterator[TeacherLogitCache]:

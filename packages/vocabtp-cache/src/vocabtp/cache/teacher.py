@@ -204,7 +204,7 @@ class TeacherCache:
         with torch.inference_mode(False), torch.no_grad():
             rows = self._ahead.take(key)
             if rows is None:
-                rows = self._room(key)
+                rows = self._ahead.room_now(key, self._room)
                 self._fill(key, rows)
             self._ahead.go_on(self._room, self._fill)
             return self._payload.columns(rows).to(target, self._dtype if dtype is None else dtype)
@@ -222,8 +222,9 @@ class TeacherCache:
         On an accelerator the copies run on a stream of their own. They start after the work that
         the current stream has been given so far and run beside what comes later, so announce a
         range before queuing the work that hides it. Elsewhere the copies are made at once.
-        Chunks that were prefetched and not fetched take `prefetch_bytes` at most. A prefetch
-        changes what `fetch` costs and never what it returns.
+        Chunks that were prefetched and not fetched take `prefetch_bytes` at most, dropped ones
+        whose copies are under way included. A prefetch changes what `fetch` costs and never what
+        it returns; one that finds no memory on the device does not happen.
 
         Args:
             start: As for `fetch`.
@@ -232,7 +233,8 @@ class TeacherCache:
             chunk: The range will be fetched in order, so many rows or positions at a time: as
                 many chunks as the budget allows start now, and one more whenever a `fetch` makes
                 room. Replaces what was prefetched of other ranges. None is one chunk; older ones
-                are dropped where it would not fit, and one above the budget does not start.
+                that have arrived are dropped where it would not fit, and one that then does not
+                fit does not start.
 
         Raises:
             TypeError: `start`, `end` or `chunk` is no int.
@@ -310,7 +312,7 @@ class TeacherCache:
 
     @property
     def prefetched_nbytes(self) -> int:
-        """Bytes of the chunks that were prefetched and not fetched."""
+        """Bytes of the chunks that were prefetched and not fetched, as long as they take memory."""
         return self._ahead.nbytes
 
     @property
