@@ -76,6 +76,8 @@ def _values_and_gradients(rank, world, place):
                         assert isinstance(grad, DTensor)
                         assert grad.placements == x.placements == (Shard(2),)
                         assert grad.shape == x.shape == (*LEAD, vocab), title
+                        # as a fresh tensor's: backward() copies what is strided otherwise
+                        assert grad.stride() == x.stride() == whole[0].stride(), title
                         grad = grad.to_local()
                     torch.testing.assert_close(
                         grad.double(), dense[..., own], atol=2e-5, rtol=2e-6, msg=title
@@ -90,6 +92,8 @@ def _values_and_gradients(rank, world, place):
         assert torch.equal(full, whole[0])
         (full * full).sum().backward()
         assert isinstance(dt.grad, DTensor)
+        assert dt.grad.placements == dt.placements
+        assert dt.grad.stride() == dt.stride()
         assert torch.equal(dt.grad.to_local(), 2 * whole[0][..., own])
     return True
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vocabtp.dist.collectives import group_rank, group_size
 from vocabtp.dist.shard import VocabShard, even_bounds
 
@@ -57,7 +59,40 @@ def local_columns(x: Any) -> Any:
 
     Anything that is no DTensor is returned as it is.
     """
-    return x.to_local(grad_placements=tuple(x.placements)) if is_dtensor(x) else x
+    if not is_dtensor(x):
+        return x
+    if torch.compiler.is_compiling():
+        return x.to_local(grad_placements=tuple(x.placements))
+    return _LocalColumns.apply(x)  # type: ignore[no-untyped-call]
+
+
+class _LocalColumns(torch.autograd.Function):
+    """`to_local`, but for the global strides of the gradient.
+
+    torch infers them from this rank's width times the ranks, which is wrong for uneven shards.
+    `backward()` then copies the gradient into the right ones, and in torch 2.11 the copy that
+    becomes `.grad` is not cut like the tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = x.device_mesh, x.placements, x.shape
+        local: torch.Tensor = x.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        from torch.distributed.tensor import DTensor
+
+        strides = torch.empty(ctx.shape, device="meta").stride()
+        return DTensor.from_local(
+            grad.contiguous(),
+            ctx.mesh,
+            ctx.placements,
+            run_check=False,
+            shape=ctx.shape,
+            stride=strides,
+        )
 
 
 def local_replica(x: Any, name: str) -> Any:
