@@ -238,3 +238,21 @@ def test_saved_rows_come_through_as_little_memory_as_the_pool_has(tmp_path, late
     assert torch.equal(torch.cat(got), kept)
     with pytest.raises(ValueError, match="the limit is 4096"):
         cache.fetch(0, 17)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("shape", [(40, 16), (2, 20, 16)])
+def test_rows_come_back_before_the_last_have_left(late, monkeypatch, shape, donate):
+    """A chunk waits for its own rows only: the bus carries both ways at once."""
+    monkeypatch.setattr("vocabtp.cache._pinned.STAGE_BYTES", 4 * 64)
+    source = noise(*shape)
+    kept = source.clone()
+    cache = TeacherLogitCache.store(source, dtype=torch.float32, pool=PinnedPool(), donate=donate)
+    out = late.streams[1]
+    cache.prefetch(0, 20, chunk=5)
+    first = cache.fetch(0, 5)
+    assert torch.equal(first, kept[..., :5, :])
+    # of [B, T, L] also the first five of the second sequence
+    assert out.done < out.given
+    chunks = [first, *(cache.fetch(start, start + 5) for start in range(5, len(cache), 5))]
+    assert torch.equal(torch.cat(chunks, dim=-2), kept)

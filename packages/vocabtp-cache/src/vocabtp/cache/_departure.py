@@ -19,9 +19,11 @@ from vocabtp.cache._streams import is_accelerator, mark, side_stream
 STAGES = 8
 
 
-def send(
-    host: HostRows, source: Tensor, dtype: torch.dtype, *, donated: bool
-) -> torch.Event | None:
+# rows up to this one are on the host behind this event; in the order of the rows
+Landing = tuple[int, torch.Event]
+
+
+def send(host: HostRows, source: Tensor, dtype: torch.dtype, *, donated: bool) -> list[Landing]:
     """Start to copy every row of `source` to `host`.
 
     On an accelerator the copies run on a side stream behind what the current stream was given so
@@ -35,33 +37,44 @@ def send(
         donated: Nobody writes to `source` any more.
 
     Returns:
-        An event behind the last copy; None where it is complete.
+        What is behind the copies, `STAGE_BYTES` of rows each, so that the first may be on their
+        way back before the last have left; nothing where they are complete.
     """
     device = source.device
     if not is_accelerator(device):
         for start, rows in _runs(source):
             host.write(start, rows)
-        return None
+        return []
     side, home = side_stream(device, "out"), torch.accelerator.current_stream(device)
-    if donated:
-        side.wait_stream(home)
-        try:
-            with side:
-                for start, rows in _runs(source):
-                    host.write(start, rows)
-                return mark(device)
-        finally:
-            # the owner may drop it at once
-            source.record_stream(side)
-    return _send_snapshots(host, source, dtype, side, home)
+    step = max(1, _pinned.STAGE_BYTES // max(1, source.shape[-1] * dtype.itemsize))
+    if not donated:
+        return _send_snapshots(host, source, dtype, (side, home), step)
+    landings: list[Landing] = []
+    side.wait_stream(home)
+    try:
+        with side:
+            for start, rows in _runs(source):
+                for at in range(0, rows.shape[0], step):
+                    part = rows[at : at + step]
+                    host.write(start + at, part)
+                    landings.append((start + at + part.shape[0], mark(device)))
+    finally:
+        # the owner may drop it at once
+        source.record_stream(side)
+    return landings
 
 
 def _send_snapshots(
-    host: HostRows, source: Tensor, dtype: torch.dtype, side: torch.Stream, home: torch.Stream
-) -> torch.Event | None:
+    host: HostRows,
+    source: Tensor,
+    dtype: torch.dtype,
+    streams: tuple[torch.Stream, torch.Stream],
+    step: int,
+) -> list[Landing]:
     device, width = source.device, source.shape[-1]
-    step = max(1, _pinned.STAGE_BYTES // max(1, width * dtype.itemsize))
-    ring: deque[tuple[Tensor, torch.Event | None]] = deque()
+    side, home = streams
+    landings: list[Landing] = []
+    ring: deque[Tensor] = deque()
     try:
         for start, rows in _runs(source):
             for at in range(0, rows.shape[0], step):
@@ -69,21 +82,18 @@ def _send_snapshots(
                 if len(ring) < STAGES:
                     room = torch.empty(min(step, rows.shape[0]), width, dtype=dtype, device=device)
                 else:
-                    room, gone = ring.popleft()
-                    assert gone is not None
-                    home.wait_event(gone)
-                ring.append((room, None))
+                    room = ring.popleft()
+                    home.wait_event(landings[-STAGES][1])
+                ring.append(room)
                 snapshot = room[: part.shape[0]].copy_(part)
                 side.wait_stream(home)
                 with side:
                     host.write(start + at, snapshot)
-                    ring[-1] = room, mark(device)
-        side.wait_stream(home)
-        with side:
-            return mark(device)
+                    landings.append((start + at + part.shape[0], mark(device)))
     finally:
-        for room, _ in ring:
+        for room in ring:
             room.record_stream(side)
+    return landings
 
 
 def _runs(source: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -239,10 +239,8 @@ class MappedRows:
         except BaseException:
             stage.release()
             raise
-        event = mark(out.device)
-        assert event is not None
         # kept until then, and not lent to the next rows, for which this thread would wait
-        self._stages.append((stage, event))
+        self._stages.append((stage, mark(out.device)))
 
     def _stage(self, out: Tensor) -> HostRows:
         """Room for rows on their way to `out`; what has left is handed back before.

@@ -41,19 +41,15 @@ def side_stream(device: torch.device, way: Literal["in", "out"]) -> torch.Stream
     return torch.Stream(kept.stream_id, kept.device_index, kept.device_type)
 
 
-def mark(device: torch.device) -> torch.Event | None:
-    """An event behind all that is queued on the device's current stream."""
-    if not is_accelerator(device):
-        return None
+def mark(device: torch.device) -> torch.Event:
+    """An event behind all that is queued on the current stream of an accelerator."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
-def wait(event: torch.Event | None, device: torch.device) -> None:
+def wait(event: torch.Event, device: torch.device) -> None:
     """Let the device's current stream - for the CPU this thread - wait for the event."""
-    if event is None:
-        return
     if is_accelerator(device):
         torch.accelerator.current_stream(device).wait_event(event)
     else:

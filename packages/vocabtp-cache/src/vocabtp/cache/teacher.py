@@ -11,6 +11,7 @@ Letters: N rows, B sequences, T positions, L columns of this shard.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from vocabtp.cache._ahead import Ahead, Key, Plan
 from vocabtp.cache._checks import DTYPES, check_chunk, check_entry, check_range, columns
-from vocabtp.cache._departure import send
+from vocabtp.cache._departure import Landing, send
 from vocabtp.cache._entries import MappedRows, new_part, write_part
 from vocabtp.cache._identity import Identity
 from vocabtp.cache._payload import Payload
@@ -67,7 +68,7 @@ class TeacherCache:
         self._shard = shard
         self._identity = identity
         self._device = torch.device("cpu")
-        self._stored: torch.Event | None = None
+        self._landings: list[Landing] = []
         per_position = shape[:-2].numel() * self.row_nbytes
         self._ahead = Ahead(prefetch_bytes, per_position)
 
@@ -97,7 +98,7 @@ class TeacherCache:
             cache = cls(host, payload, shape, dtypes, shard, identity, prefetch_bytes)
             try:
                 cache._device = device
-                cache._stored = send(host, rows, dtypes[0], donated=donated)
+                cache._landings = send(host, rows, dtypes[0], donated=donated)
             except BaseException:
                 cache.free()
                 raise
@@ -260,7 +261,7 @@ class TeacherCache:
         self._host = None
         self._payload.release()
         self._ahead.clear()
-        self._stored = None
+        self._landings = []
 
     @property
     def shape(self) -> torch.Size:
@@ -381,12 +382,17 @@ class TeacherCache:
         """Copy this range to `out`, on the current stream of its device."""
         host = self._open("fetch")
         start, _, device = key
-        wait(self._stored, device)
-        if out.dim() == 2:
-            host.read(start, out)
-            return
-        for b in range(out.shape[0]):
-            host.read(b * len(self) + start, out[b])
+        for b, rows in enumerate(out if out.dim() == 3 else (out,)):
+            first = b * len(self) + start
+            self._wait_for(first + rows.shape[0], device)
+            host.read(first, rows)
+
+    def _wait_for(self, rows: int, device: torch.device) -> None:
+        """Let the device's current stream wait until the first `rows` rows are on the host."""
+        at = bisect_left(self._landings, rows, key=lambda landing: landing[0])
+        # of an opened cache, or one from the CPU, there are none
+        if at < len(self._landings):
+            wait(self._landings[at][1], device)
 
     def _chunks(self, host: HostRows | MappedRows) -> Iterator[Tensor]:
         """The columns in row order, `_SAVE_BYTES` at a time; each until the next is asked for."""
@@ -395,7 +401,7 @@ class TeacherCache:
         step = max(1, min(rows, _SAVE_BYTES // max(1, width * self._dtype.itemsize)))
         place = self._payload.place(cpu)
         room = torch.empty(step, self._payload.width, dtype=self._stored_dtype, device=place)
-        wait(self._stored, place)
+        self._wait_for(rows, place)
         for start in range(0, rows, step):
             piece = room[: min(step, rows - start)]
             host.read(start, piece)
