@@ -7,8 +7,8 @@ import torch
 
 from tiny_run import tiny_run
 
-# two layers; 37 ids and 15 units of 30 cut unevenly
-MODEL = {"num_hidden_layers": 2}
+# two layers; 37 ids and 15 units of 30 cut unevenly; answers of 1 to 6 tokens also without sampling
+MODEL = {"num_hidden_layers": 2, "eos_token_id": [2, 3, 4, 5, 6, 7, 8, 9]}
 CLIP = 0.05
 # steps of 4, 4 and 1 prompts: in the last one a copy has a micro-batch less than the other
 PROMPTS, STEPS = 9, 3
@@ -16,14 +16,35 @@ TRAINING = {"max_steps": -1, "micro_batch_size_per_gpu": 1, "max_grad_norm": CLI
 
 
 def small_run(root, **sections):
-    """A run whose answers end at different lengths, sampled so that greedy ties cannot matter."""
+    """A greedy run whose answers differ and end at different lengths: see `varied`.
+
+    In the float32 runs of the tests the two largest logits of every token are at least 1.8e-3 of
+    the larger one apart, about a hundred times what runs may differ by.
+    """
     training = TRAINING | {"weight_decay": 0.1} | sections.pop("training", {})
-    return tiny_run(
+    rollout = {"temperature": 0.0, "max_response_length": 6} | sections.pop("rollout", {})
+    path = tiny_run(
         root,
         **{"tied": True, "held_out": 3, "prompts": PROMPTS, "model": MODEL} | sections,
-        rollout={"temperature": 1.0, "max_response_length": 6},
+        rollout=rollout,
         training=training,
     )
+    file = root / "train.jsonl"
+    # backwards: with one last token for all prompts a tied model would give one answer to all
+    rows = [{"prompt": json.loads(line)["prompt"][::-1]} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def varied(run):
+    """Whether agreement with this run proves something; `run` again."""
+    answers = [tuple(answer) for _, _, answer in run["answers"]]
+    assert len(answers) == PROMPTS
+    assert len(set(answers)) > PROMPTS // 2
+    assert len(set(map(len, answers))) > 1
+    assert all(loss > 0.1 for loss in run["losses"])
+    assert all(any(changed.values()) for changed in run["changed"])
+    return run
 
 
 def close(mine, theirs, rtol=1e-5, atol=1e-6):
@@ -38,7 +59,10 @@ def same(mine, theirs):
 
 
 def agrees(run, truth, tolerance=2e-5):
-    """The same steps as the dense process, to rounding."""
+    """The steps of one dense float32 process, with the same answers.
+
+    Losses and gradient norms to 2e-5 of theirs, weights to 1e-5 and an absolute 1e-6 (`close`).
+    """
     assert run["losses"] == pytest.approx(truth["losses"], rel=tolerance)
     for mine, theirs in zip(run["metrics"], truth["metrics"], strict=True):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance)

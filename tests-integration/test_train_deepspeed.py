@@ -15,6 +15,7 @@ from train_agreement import (
     full_context,
     same,
     small_run,
+    varied,
 )
 
 KEPT = ("losses", "metrics", "weights", "teacher", "optimizer", "answers", "tied", "applied")
@@ -73,7 +74,7 @@ def test_two_copies(ranks, tmp_path, monkeypatch):
     extensions = tmp_path / "extensions"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
     path, empty = small_run(tmp_path / "a"), full_context(tmp_path / "b")
-    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     nothing = recorded(empty, f"training.save_dir={tmp_path / 'nothing'}")
     assert all(step["grad_norm"] > CLIP for step in truth["metrics"])
     small = gather_all(tmp_path)
@@ -108,7 +109,7 @@ def test_two_copies(ranks, tmp_path, monkeypatch):
 def test_two_tensor_parallel_ranks_and_resume(ranks, tmp_path):
     """Bounds as they were cut, norms of query and key; in new processes, and by either engine."""
     path = small_run(tmp_path / "run", kind="qwen3", tied=False, training={"save_steps": 2})
-    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     layout = (ENGINE, "parallel.tp=2")
     options = (*layout, ZERO2, "training.async_save=true")
     first = ranks(runs, 2, tmp_path, [(path, "out", "export", *options)])
@@ -143,6 +144,8 @@ def test_bf16(ranks, tmp_path):
     path = small_run(
         tmp_path / "run",
         held_out=0,
+        # as many bits as bfloat16 has would turn a greedy token after the first update
+        rollout={"temperature": 1.0},
         training={"max_grad_norm": 0, "weight_decay": 0.1},
         student={"dtype": "bfloat16"},
         teacher={"dtype": "bfloat16"},
@@ -175,7 +178,7 @@ def test_bf16(ranks, tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_architecture_and_layout(ranks, tmp_path, kind, tied):
     path = small_run(tmp_path / "run", kind=kind, tied=tied)
-    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     small = gather_all(tmp_path)
     for world, tp in ((1, 1), (2, 1), (2, 2), (4, 2)):
         variants = [

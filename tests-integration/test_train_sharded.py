@@ -14,6 +14,7 @@ from train_agreement import (
     full_context,
     same,
     small_run,
+    varied,
 )
 
 UNITS = 3  # of FSDP: the layers, and the rest
@@ -75,7 +76,7 @@ def runs(rank, world, target, variants):
 def test_two_copies_share_one_model(ranks, tmp_path):
     """Tied weights, clipping, micro-batches, unequal work, and a copy without any token."""
     path, empty = small_run(tmp_path / "a"), full_context(tmp_path / "b")
-    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     nothing = recorded(empty, f"training.save_dir={tmp_path / 'nothing'}")
     assert all(step["grad_norm"] > CLIP for step in truth["metrics"])
     assert len({len(answer) for _, _, answer in truth["answers"]}) > 2
@@ -113,7 +114,7 @@ def test_two_copies_share_one_model(ranks, tmp_path):
 def test_two_by_two_ranks_and_resume(ranks, tmp_path):
     """On top of tensor parallelism; resumed bit for bit, and by one dense process."""
     path = small_run(tmp_path / "run", training={"save_steps": 2})
-    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     layout = ("parallel.tp=2", "parallel.shard=zero3")
     other = ("parallel.tp=2", "parallel.shard=zero2", CHECKPOINTED)
     variants = [
@@ -174,11 +175,11 @@ def test_every_architecture_and_layout(ranks, tmp_path, kind, tied):
     model = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model = MODEL | (model if kind == "gpt2" else {})
     path = small_run(tmp_path / "run", kind=kind, tied=tied, training=attention, model=model)
-    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     for world, tp in ((2, 1), (2, 2), (4, 2), (4, 1)):
         variants = [
             (path, f"{zero}-{tp}-{world}", "export", f"parallel.shard={zero}", f"parallel.tp={tp}")
-            for zero in ("zero2", "zero3")
+            for zero in ("none", "zero2", "zero3")
         ]
         results = ranks(runs, world, tmp_path, variants, limit=240)
         for peer in results:
@@ -208,7 +209,7 @@ def compiled(rank, world, target, variants):
 def test_compiled_layers_of_two_ranks(ranks, tmp_path, layout):
     """Cut or sharded weights inside of what is compiled, in layers that run again."""
     path = small_run(tmp_path / "run", kind="qwen3")
-    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     variants = [(path, "compiled", "once", layout, "training.compile=true", CHECKPOINTED)]
     for [run], compilations in ranks(compiled, 2, tmp_path, variants, limit=300):
         assert 2 <= compilations <= 8
