@@ -99,6 +99,24 @@ def test_ruff_is_red_on_torch_distributed_in_kernels(tree, code):
     assert "belongs to vocabtp.dist" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import torch\n\n\ndef f():\n    torch.cuda.synchronize()", "torch.accelerator"),
+        ("from torch import cuda", "torch.accelerator"),
+        ("from torch.cuda import Stream", "torch.accelerator"),
+        ("import torch.xpu", "torch.accelerator"),
+        ("import torch.distributed", "belongs to vocabtp.dist"),
+    ],
+)
+def test_ruff_is_red_on_one_device_and_on_communication_in_cache(tree, code, why):
+    plant(tree, "cache", code)
+    done = ruff_banned(tree)
+    assert done.returncode == 1
+    assert "planted.py" in done.stdout
+    assert why in done.stdout
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_ruff_reads_every_layer(tree, layer):
     """Its default excludes hold the name "dist"."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,7 +64,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(2000, WIDTH), (3, 700, WIDTH), (0, WIDTH), (5, 0), (0, 3, 8)])
+@pytest.mark.parametrize(
+    "shape",
+    [(2000, WIDTH), (3, 700, WIDTH), (1, 700, WIDTH), (0, WIDTH), (5, 0), (0, 3, 8)],
+)
 def test_round_trip_is_exact(shape, stored, layout):
     source = LAYOUTS[layout](noise(*shape))
     kept = source.to(stored)
@@ -73,6 +78,8 @@ def test_round_trip_is_exact(shape, stored, layout):
         assert chunk.device == device()
         assert torch.equal(chunk, kept[..., start:end, :])
         assert torch.equal(cache.fetch(start, end, "cpu"), kept[..., start:end, :].cpu())
+        other = cache.fetch(start, end, dtype=torch.float64)
+        assert torch.equal(other, kept[..., start:end, :].double())
 
 
 def test_source_may_be_overwritten_at_once():
@@ -403,12 +410,17 @@ def test_hidden_states_meet_the_head_on_the_device(shape, asleep):
     assert pool.nbytes <= 1.1 * hidden.numel() * 2 + 4096
 
 
-def test_a_cpu_cache_can_be_fetched_to_the_device():
-    source = torch.randn(40, 30)
+@pytest.mark.parametrize("shape", [(40, 30), (1, 40, 30), (3, 40, 30)])
+def test_a_cpu_cache_can_be_fetched_to_the_device(shape):
+    """Pageable rows; the last chunk is a part of one."""
+    source = torch.randn(shape)
+    kept = source.bfloat16()
     cache = TeacherLogitCache.store(source)
     cache.prefetch(0, 20, device())
-    assert torch.equal(cache.fetch(0, 20, device()).cpu(), source[:20].bfloat16())
-    assert torch.equal(cache.fetch(20, 40, device()).cpu(), source[20:].bfloat16())
+    for start, end in ((0, 20), (20, 33), (33, 40)):
+        assert torch.equal(cache.fetch(start, end, device()).cpu(), kept[..., start:end, :])
+        other = cache.fetch(start, end, device(), dtype=torch.float32)
+        assert torch.equal(other.cpu(), kept[..., start:end, :].float())
 
 
 @pytest.mark.parametrize("shape", [(2000, WIDTH), (3, 700, WIDTH)])
@@ -541,6 +553,55 @@ def test_locked_memory_is_flat_over_1000_steps():
     assert pool.pinned
     assert counts[600:] == [counts[600]] * 400
     assert counts[-1] <= pool.nbytes <= 1.1 * 600 * WIDTH * 2
+
+
+@pytest.mark.parametrize(
+    "nbytes", [5_000, 70_000, (1 << 20) + 2, 3_500_000, 41_000_000, 300_000_000]
+)
+def test_small_payloads_lock_little_more(nbytes):
+    """Blocks of up to 256 MiB: those of a small payload are small."""
+    source, pool, before = noise(nbytes // 2, 1).bfloat16(), PinnedPool(), _host_bytes()
+    with TeacherLogitCache.store(source, pool=pool) as cache:
+        assert cache.nbytes == nbytes
+        torch.accelerator.synchronize()
+        assert pool.pinned
+        assert pool.nbytes <= max(1.1 * nbytes, nbytes + 4096)
+        assert _host_bytes() - before <= pool.nbytes
+
+
+def test_page_locking_that_fails_leaves_no_error_in_the_runtime(monkeypatch):
+    """What cannot be locked is asked for in earnest: an exbibyte in place of each block."""
+    plain, asked = torch.empty, []
+
+    def empty(*size, **options):
+        if options.get("pin_memory"):
+            asked.append(size)
+            size = (1 << 60,)
+        return plain(*size, **options)
+
+    source, pool = noise(300, WIDTH), PinnedPool()
+    torch.accelerator.synchronize()
+    monkeypatch.setattr("vocabtp.cache.pool.torch.empty", empty)
+    with pytest.warns(RuntimeWarning, match="could not be page-locked") as seen:
+        cache = TeacherLogitCache.store(source, pool=pool)
+    assert (len(asked), len(seen), pool.pinned) == (1, 1, False)
+    assert _last_error() == 0
+    # what comes next would report an error that was left behind
+    assert float((source * 0).sum()) == 0
+    torch.accelerator.synchronize()
+    assert _last_error() == 0
+    assert torch.equal(cache.fetch(0, 300), source.bfloat16())
+    assert torch.equal(cache.fetch(0, 300, "cpu"), source.bfloat16().cpu())
+    assert not any(part.is_pinned() for part in cache._host._parts)
+
+
+def _last_error() -> int:
+    """What the CUDA runtime that torch runs on remembers; 0 on other devices."""
+    if torch.version.cuda is None:
+        return 0
+    maps = Path("/proc/self/maps").read_text().split()
+    runtime = next(word for word in maps if "libcudart" in word)
+    return int(ctypes.CDLL(runtime).cudaPeekAtLastError())
 
 
 @pytest.mark.usefixtures("poisoned")
