@@ -3,6 +3,7 @@
     python benchmarks/opsd.py                          # what fits one device
     python benchmarks/opsd.py --modes torch,compile    # some of it
     python benchmarks/opsd.py --ranks 2                # on two devices, sharded and cut too
+    python benchmarks/opsd.py --docs docs FILE...      # tables of what was measured before
 
 Student and teacher have the shapes of Qwen2.5 0.5B and 1.5B and random weights in bf16; the
 student learns with fp32 masters. Prompts of 2048 tokens, answers of 64, four of them a rank and
@@ -223,6 +224,8 @@ def main(argv: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    parser.add_argument("files", nargs="*", type=Path, help="measured before, for --docs")
+    parser.add_argument("--docs", type=Path, help="the folder with training-runs.md")
     parser.add_argument("--device", default=accelerator.type if accelerator else "cpu")
     parser.add_argument("--ranks", type=int, default=1, help="devices")
     parser.add_argument("--modes", type=lambda text: text.split(","), help=", ".join(MODES))
@@ -236,6 +239,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/opsd.json"))
     parser.add_argument("--commit", help="where git cannot tell it")
     args = parser.parse_args(argv)
+    if bool(args.files) != bool(args.docs):
+        parser.error("--docs needs files that were measured before, and they need --docs")
+    if args.docs:
+        # matplotlib, which measuring does not need
+        import opsd_docs
+
+        opsd_docs.write(args.files, args.docs)
+        return
     modes = args.modes or [mode for mode, (ranks, _) in MODES.items() if ranks <= args.ranks]
     if unknown := set(modes) - set(MODES):
         parser.error(f"--modes: no {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")

@@ -53,3 +53,18 @@ def test_an_unknown_mode_is_refused(capsys):
     with pytest.raises(SystemExit):
         benchmark.main([*SMALL, "--modes=torch,nothing"])
     assert "no nothing; there are torch, checkpointing" in capsys.readouterr().err
+
+
+def test_what_was_measured_becomes_a_page(tmp_path, capsys):
+    root = Path(__file__).parents[1]
+    page = tmp_path / "training-runs.md"
+    page.write_text((root / "docs" / "training-runs.md").read_text(encoding="utf-8"))
+    files = sorted(map(str, (root / "benchmarks" / "results" / "opsd").glob("*.json")))
+    benchmark.main(["--docs", str(tmp_path), *files])
+    made = page.read_text(encoding="utf-8")
+    # the page is what the files make of it
+    assert made == (root / "docs" / "training-runs.md").read_text(encoding="utf-8")
+    assert "| torch engine | 1 |" in made
+    with pytest.raises(SystemExit):
+        benchmark.main(files)
+    assert "--docs" in capsys.readouterr().err
