@@ -19,7 +19,7 @@ from train_agreement import (
 )
 
 KEPT = ("losses", "metrics", "weights", "teacher", "optimizer", "answers", "tied", "applied")
-ENGINE = "parallel.engine=deepspeed"
+ENGINE, AUTOTP = "parallel.engine=deepspeed", "parallel.tp_by=autotp"
 
 
 def runs(rank, world, target, variants):
@@ -43,9 +43,17 @@ def runs(rank, world, target, variants):
         if mode == "export":
             trainer = Trainer(load_config(path, options))
             out[-1]["check"] = trainer.check()
+            out[-1]["shards"] = [
+                bounds(trainer.models.student),
+                bounds(trainer.models.teacher.model),
+            ]
             # from under the engine that the check has made
             trainer.export(target / name / "exported")
     return out
+
+
+def bounds(model):
+    return model.shard.start, model.shard.end, model.shard.global_size
 
 
 def once_each(peers, i):
@@ -112,19 +120,23 @@ def test_two_tensor_parallel_ranks_and_resume(ranks, tmp_path):
     truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     layout = (ENGINE, "parallel.tp=2")
     options = (*layout, ZERO2, "training.async_save=true")
-    first = ranks(runs, 2, tmp_path, [(path, "out", "export", *options)])
-    for (run,) in first:
-        agrees(run, truth)
-        assert not run["tied"]
+    cut = (*layout, ZERO2, AUTOTP)
+    variants = [(path, "out", "export", *options), (path, "cut", "once", *cut)]
+    first = ranks(runs, 2, tmp_path, variants)
+    for peer in first:
+        for run in peer:
+            agrees(run, truth)
+            assert not run["tied"]
     model = exported(tmp_path / "out" / "exported")
     assert same(dict(model.named_parameters()), first[0][0]["weights"])
     weights = sum(p.numel() for p in model.parameters())
-    for (run,) in first:
+    for run, _ in first:
         assert run["check"]["student_parameters"] == weights
         assert run["check"]["optimizer_tensors"] == len(truth["weights"])
         assert run["check"]["resume"].endswith("step-00000003")
     variants = [
         (path, "out", "again", *layout, ZERO2),
+        (path, "cut", "again", *cut),
         (path, "out", "again", *layout),
         (path, "out", "again", ENGINE, ZERO2),
         (path, "out", "again", "parallel.tp=2"),
@@ -134,9 +146,39 @@ def test_two_tensor_parallel_ranks_and_resume(ranks, tmp_path):
         for run in peer:
             assert run["losses"] == pytest.approx(truth["losses"][2:], rel=2e-5)
             close(run["weights"], truth["weights"])
-        assert peer[0]["losses"] == first[0][0]["losses"][2:]
-        assert same(peer[0]["weights"], first[0][0]["weights"])
-        assert same(peer[0]["optimizer"], first[0][0]["optimizer"])
+        for run, before in zip(peer, first[0], strict=False):
+            assert run["losses"] == before["losses"][2:]
+            assert same(run["weights"], before["weights"])
+            assert same(run["optimizer"], before["optimizer"])
+
+
+@pytest.mark.parametrize("again", ["autotp", pytest.param("torch", marks=pytest.mark.full)])
+def test_autotp(ranks, tmp_path, again):
+    """DeepSpeed's own parts, which are not torch's; either engine goes on with them."""
+    path = small_run(tmp_path / "run", kind="qwen3", held_out=0, training={"save_steps": 2})
+    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"tensor_parallel": {"autotp_size": 3}}))
+    options = (ENGINE, f"deepspeed_config={file}", ZERO2, "teacher.payload=hidden")
+    variants = [
+        (path, "out", "export", *options, "training.activation_checkpointing=true"),
+        (path, "out", "again", *(options if again == "autotp" else ["parallel.tp=3"])),
+    ]
+    weights = sum(weight.numel() for weight in truth["weights"].values())
+    results = ranks(runs, 3, tmp_path, variants, limit=120)
+    for (run, resumed), ends in zip(results, [(0, 13), (13, 25), (25, 37)], strict=True):
+        agrees(run, truth)
+        assert run["tied"]
+        assert same(run["teacher"], truth["teacher"])
+        assert run["shards"] == [(*ends, 37)] * 2
+        assert run["check"]["student_parameters"] == weights
+        assert resumed["losses"] == pytest.approx(truth["losses"][2:], rel=2e-5)
+        close(resumed["weights"], truth["weights"])
+        for part in (run, resumed):
+            close(part["optimizer"], truth["optimizer"])
+    model = exported(tmp_path / "out" / "exported")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert same(dict(model.named_parameters()), results[0][0]["weights"])
 
 
 def test_bf16(ranks, tmp_path):
@@ -180,11 +222,14 @@ def test_every_architecture_and_layout(ranks, tmp_path, kind, tied):
     path = small_run(tmp_path / "run", kind=kind, tied=tied)
     truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
     small = gather_all(tmp_path)
-    for world, tp in ((1, 1), (2, 1), (2, 2), (4, 2)):
+    layouts = [(1, 1, "plan"), (2, 1, "plan")]
+    layouts += [(world, 2, by) for world in (2, 4) for by in ("plan", "autotp")]
+    for world, tp, by in layouts:
         variants = [
             (
-                *(path, f"{stage}-{teacher}-{tp}-{world}", "export", ENGINE, f"parallel.tp={tp}"),
-                *(f"parallel.shard={stage}", f"parallel.teacher_shard={teacher}", small),
+                *(path, f"{stage}-{teacher}-{tp}-{by}-{world}", "export"),
+                *(ENGINE, f"parallel.tp={tp}", f"parallel.tp_by={by}", small),
+                *(f"parallel.shard={stage}", f"parallel.teacher_shard={teacher}"),
             )
             for stage in ("none", "zero2")
             for teacher in ("none", "zero3")

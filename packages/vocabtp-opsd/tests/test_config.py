@@ -384,6 +384,7 @@ class TestBatch:
 # what a key needs beside it, and a value that is not its default where the rule is not enough
 COMPANIONS = {
     "parallel.teacher_shard": ["parallel.engine=deepspeed"],
+    "parallel.tp_by": ["parallel.engine=deepspeed"],
     "rollout.n_samples_per_prompt": ["rollout.temperature=1"],
     "distillation.beta": ["distillation.loss_type=jsd"],
     "distillation.rescale": ["distillation.loss_type=jsd"],

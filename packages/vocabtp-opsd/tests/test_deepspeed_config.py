@@ -468,13 +468,44 @@ def test_stages_of_the_deepspeed_engine(load, refusal, tmp_path):
     assert load(away).deepspeed_config["zero_optimization"] == away["zero_optimization"]
 
 
-def test_autotps_own_plan_is_told(load, warned):
-    theirs = {"tensor_parallel": {"autotp_size": 2, "preset_model": "qwen2"}}
+def test_autotp_cuts_where_its_size_is_given(load, refusal, warned, tmp_path):
+    sized = {"tensor_parallel": {"autotp_size": 2}}
+    deepspeed = {"parallel": {"engine": "deepspeed"}}
+    assert load(sized).parallel.tp_by == "plan"
+    config = load(sized, deepspeed)
+    assert (config.parallel.tp, config.parallel.tp_by) == (2, "autotp")
+    again = tmp_path / "again.yaml"
+    again.write_text(config.dump())
+    assert load_config(again) == config
+    assert load_config(again, ["parallel.tp_by=plan"]).parallel.tp_by == "plan"
+    # ours alone, and ours against theirs
+    assert load({}, {"parallel": {"engine": "deepspeed", "tp": 2}}).parallel.tp_by == "plan"
+    ours = {"parallel": {"engine": "deepspeed", "tp_by": "plan"}}
+    assert load(sized, ours).parallel.tp_by == "plan"
+    assert load({"tensor_parallel": {"autotp_size": 1}}, deepspeed).parallel.tp_by == "plan"
+    torch_engine = refusal(sized, {"parallel": {"tp_by": "autotp"}})
+    assert "parallel.tp_by is autotp, which is for parallel.engine deepspeed" in torch_engine
+    whole = {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": False}}
+    both = deepspeed | {"distillation": {"loss_backend": "dense"}}
+    assert "distillation.loss_backend is dense, which keeps whole heads, but" in refusal(
+        whole, both
+    )
+    assert load(whole, both | ours).parallel.tp_by == "plan"
+
+
+def test_autotps_own_plans(load, refusal, warned):
+    theirs = {"tensor_parallel": {"autotp_size": 2, "preset_model": "qwen2", "dtype": "bf16"}}
     assert load(theirs).deepspeed_config["tensor_parallel"] == {
         "autotp_size": 2,
         "vocab_parallel_lm_head": True,
     }
-    assert "tensor_parallel.preset_model: not used, models are cut by this" in warned.text
+    assert (
+        "tensor_parallel.preset_model, tensor_parallel.dtype: not used, models are cut by the plan"
+        in warned.text
+    )
+    ours = {"parallel": {"engine": "deepspeed"}}
+    assert "tensor_parallel.preset_model is not supported: AutoTP cuts by" in refusal(theirs, ours)
+    load(theirs, {"parallel": {"engine": "deepspeed", "tp_by": "plan"}})
 
 
 def test_the_torch_engine_names_what_it_does_not_read(load, warned):

@@ -24,6 +24,7 @@ from vocabtp.opsd._deepspeed_settings import (
     equal,
     schedule_notices,
     settings,
+    take_over_autotp,
 )
 from vocabtp.opsd._wording import shown
 
@@ -74,15 +75,7 @@ def take_over(reading: Reading, values: dict[str, Any], where: dict[str, str]) -
         notices.append(
             f"{reading.prefix}hybrid_engine is not used: answers come from this package's own loop"
         )
-    own_plan = [
-        f"{reading.prefix}tensor_parallel.{key}"
-        for key in find(reading.values, "tensor_parallel") or ()
-        if key not in ("autotp_size", "vocab_parallel_lm_head")
-    ]
-    if own_plan:
-        notices.append(
-            f"{', '.join(own_plan)}: not used, models are cut by this package's own plan"
-        )
+    notices += take_over_autotp(reading, values, where)
     if values.get("training", {}).get("max_grad_norm") is None:
         notices.append(
             "gradient_clipping and training.max_grad_norm are not set: gradients are clipped to "

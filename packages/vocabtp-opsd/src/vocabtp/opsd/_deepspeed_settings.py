@@ -15,6 +15,13 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 _OFFLOADING = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param")
+_PLANS_OF_AUTOTP = (
+    "partition_config",
+    "preset_model",
+    "injection_policy_tuple",
+    "replace_with_kernel_inject",
+    "kernel_inject",
+)
 # values of DeepSpeed's optimizers that the update rules here have too
 _FIXED = {
     "adam_w_mode": (True,),
@@ -156,6 +163,39 @@ def schedule_notices(reading: Reading, values: dict[str, Any]) -> list[str]:
         f"{reading.prefix}scheduler is read as training.lr_scheduler and training.warmup_steps: "
         "the warm-up is linear, and the schedule is as long as the run"
     ]
+
+
+def take_over_autotp(reading: Reading, values: dict[str, Any], where: dict[str, str]) -> list[str]:
+    """Let AutoTP cut the models where its size is given, unless our key says otherwise.
+
+    Returns:
+        Notices, a line each.
+
+    Raises:
+        ConfigError: AutoTP is to cut by something else than the models' own plans.
+    """
+    asked = find(reading.values, "tensor_parallel.autotp_size") not in (None, 0, 1)
+    parallel = values.setdefault("parallel", {})
+    if parallel.get("engine") == "deepspeed" and asked and parallel.get("tp_by") is None:
+        parallel["tp_by"] = "autotp"
+        where["parallel.tp_by"] = reading.place("tensor_parallel.autotp_size")
+    others = {
+        key: value
+        for key, value in (find(reading.values, "tensor_parallel") or {}).items()
+        if key not in ("autotp_size", "vocab_parallel_lm_head")
+    }
+    if parallel.get("tp_by") == "autotp":
+        for key in _PLANS_OF_AUTOTP:
+            if others.get(key):
+                raise reading.error(
+                    f"tensor_parallel.{key}",
+                    "is not supported: AutoTP cuts by the plan that a model carries, of which it "
+                    "is known that all gradients are right; leave it out",
+                )
+    if not others:
+        return []
+    names = ", ".join(f"{reading.prefix}tensor_parallel.{key}" for key in others)
+    return [f"{names}: not used, models are cut by the plan that they carry"]
 
 
 def check_head(reading: Reading, values: dict[str, Any]) -> None:

@@ -20,6 +20,13 @@ class ParallelConfig(Section):
         description="What holds optimizer and gradients: torch is PyTorch alone, deepspeed needs "
         "the extra `vocabtp-opsd[deepspeed]`.",
     )
+    tp_by: Literal["plan", "autotp"] = Field(
+        default="plan",
+        description="What cuts the models over the tp ranks: plan is this package's own, by the "
+        "plan that a model carries; autotp, for engine deepspeed, is DeepSpeed's AutoTP. Left out, "
+        "it is autotp where engine is deepspeed and deepspeed_config has "
+        "tensor_parallel.autotp_size above 1.",
+    )
     shard: Literal["none", "zero2", "zero3"] = Field(
         default="none",
         description="What is sharded over the data-parallel ranks: none keeps whole replicas, "
@@ -55,6 +62,11 @@ class ParallelConfig(Section):
                 "parallel.shard",
                 "is zero3, which is for parallel.engine torch: with deepspeed set none or zero2, "
                 "and parallel.teacher_shard zero3 for the teacher",
+            )
+        if self.engine == "torch" and self.tp_by == "autotp":
+            raise RuleError(
+                "parallel.tp_by",
+                "is autotp, which is for parallel.engine deepspeed: set that, or plan here",
             )
         if self.engine == "torch" and self.teacher_shard != "none":
             raise RuleError(

@@ -258,6 +258,12 @@ class Sections(Section):
                 f"does not go with parallel.engine {self.parallel.engine}, whose hooks cannot be "
                 "compiled: set it to false",
             )
+        if self.parallel.tp_by == "autotp" and self.distillation.loss_backend == "dense":
+            raise RuleError(
+                "distillation.loss_backend",
+                "is dense, which keeps whole heads, but parallel.tp_by autotp cuts them: take "
+                "vocab_parallel or gathered, or set parallel.tp_by to plan",
+            )
         if self.teacher.offload_to_cpu and self.parallel.teacher_shard != "none":
             raise RuleError(
                 "teacher.offload_to_cpu",

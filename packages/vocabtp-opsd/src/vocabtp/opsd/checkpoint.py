@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from vocabtp.opsd._background import Background
 from vocabtp.opsd._tensor_reader import SafeReader
 from vocabtp.opsd.engine import Engine
-from vocabtp.opsd.engine.places import wrapped
+from vocabtp.opsd.engine.places import place_of, wrapped
 from vocabtp.opsd.errors import CheckpointError
 from vocabtp.opsd.parallel import TIMEOUT, Layout
 from vocabtp.opsd.sharding import sharding_of
@@ -293,10 +293,14 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _take_over(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy what was read into parameters that are stored in another dtype."""
+    """Copy what was read into parameters that are stored otherwise."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if (read := tensors[f"model.{name}"]).dtype != parameter.dtype:
+            read = tensors[f"model.{name}"]
+            place = place_of(parameter)
+            if place is not None and place.sizes is not None:
+                parameter.copy_(place.unwrap(read))
+            elif read.dtype != parameter.dtype:
                 parameter.copy_(read)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import GenerationConfig
 
+from vocabtp.opsd.engine.places import even_sizes, place_of
 from vocabtp.opsd.errors import ModelError
 from vocabtp.opsd.model_files import auto_model, model_source, one_line, quiet
 from vocabtp.opsd.weight_files import (
@@ -191,22 +192,11 @@ def _why_whole(
 
 
 def _filled(tensor: Tensor, place: Stored, device: torch.device) -> Tensor:
-    cut = [slice(0, size) for size in tensor.shape]
-    local = tensor
-    if isinstance(tensor, DTensor):
-        (placement,) = tensor.placements
-        assert isinstance(placement, Shard)
-        local = tensor.to_local()
-        # as torch.chunk cuts
-        dim, mine = placement.dim, local.shape[placement.dim]
-        width = -(-tensor.shape[dim] // tensor.device_mesh.size())
-        start = width * tensor.device_mesh.get_local_rank()
-        assert mine == min(width, tensor.shape[dim] - start)
-        cut[dim] = slice(start, start + mine)
+    cut, local = _own_part(tensor)
     out = torch.empty(local.shape, dtype=local.dtype, device=device)
     # opened for each tensor: the pages that were read leave the memory of this process
     with safe_open(place.file, framework="pt") as reader, torch.no_grad():
-        whole = reader.get_tensor(place.key) if not cut else reader.get_slice(place.key)[tuple(cut)]
+        whole = reader.get_tensor(place.key) if not cut else reader.get_slice(place.key)[cut]
         out.copy_(whole)
     if isinstance(tensor, DTensor):
         out = DTensor.from_local(
@@ -217,4 +207,26 @@ def _filled(tensor: Tensor, place: Stored, device: torch.device) -> Tensor:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-    return nn.Parameter(out, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else out
+    if not isinstance(tensor, nn.Parameter):
+        return out
+    filled = nn.Parameter(out, tensor.requires_grad)
+    # what AutoTP and `vocabtp.opsd.engine.places` note down on a parameter
+    filled.__dict__.update(tensor.__dict__)
+    return filled
+
+
+def _own_part(tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
+    """Where this rank's part is in the whole tensor, and what it looks like."""
+    if (known := place_of(tensor)) is not None:
+        return known.own, tensor
+    cut = [slice(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return tuple(cut), tensor
+    (placement,) = tensor.placements
+    assert isinstance(placement, Shard)
+    local = tensor.to_local()
+    dim, rank = placement.dim, tensor.device_mesh.get_local_rank()
+    sizes = even_sizes(tensor.shape[dim], tensor.device_mesh.size())
+    assert local.shape[dim] == sizes[rank]
+    cut[dim] = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    return tuple(cut), local

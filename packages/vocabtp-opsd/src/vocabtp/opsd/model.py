@@ -33,6 +33,7 @@ from vocabtp.opsd.tp_plan import apply_plan, is_tied
 
 if TYPE_CHECKING:
     from vocabtp.opsd.config import Config, StudentConfig
+    from vocabtp.opsd.engine.autotp import Cut
 
 __all__ = ["LanguageModel", "check_heads", "evaluating", "load_model", "load_models"]
 
@@ -187,9 +188,11 @@ def load_models(
         teacher = read_config(config.teacher, "teacher")
         check_heads(student, teacher, tokenizer_length, config)
         check_context(student, teacher, config, teacher_prompt)
-        check_layout(config.student, student, "student", layout.tp, cut_vocab)
-        check_layout(config.teacher, teacher, "teacher", layout.tp, cut_vocab)
+        tp_by = config.parallel.tp_by
+        check_layout(config.student, student, "student", layout.tp, cut_vocab, tp_by)
+        check_layout(config.teacher, teacher, "teacher", layout.tp, cut_vocab, tp_by)
     options: dict[str, Any] = {
+        "tp_by": tp_by,
         "cut_vocab": cut_vocab,
         "vocab_width": tokenizer_length if config.distillation.vocab == "common" else None,
         "attention": implementation(config.training.attention),
@@ -225,6 +228,7 @@ def load_model(
     *,
     trainable: bool,
     cut_vocab: bool = True,
+    tp_by: str = "plan",
     vocab_width: int | None = None,
     attention: str | None = None,
     hf_config: Any = None,
@@ -241,6 +245,7 @@ def load_model(
         trainable: The student: weights get gradients and the mode is training. Otherwise frozen
             and in evaluation mode.
         cut_vocab: Cut embedding and head over the vocabulary; False keeps both whole.
+        tp_by: As `place_model`.
         vocab_width: Keep only so many ids of embedding and head; None keeps all.
         attention: Attention implementation; None for the library's choice.
         hf_config: The model's configuration if it was read already.
@@ -254,7 +259,7 @@ def load_model(
     with layout.together():
         if hf_config is None:
             hf_config = read_config(section, role)
-            check_layout(section, hf_config, role, layout.tp, cut_vocab)
+            check_layout(section, hf_config, role, layout.tp, cut_vocab, tp_by)
         skeleton = read_skeleton(section, hf_config, role, attention, layout)
     name = f"{role} {section.model_name_or_path!r}"
     reason = first_reason(skeleton, layout)
@@ -272,6 +277,7 @@ def load_model(
         name=name,
         trainable=trainable,
         cut_vocab=cut_vocab,
+        tp_by=tp_by,
         skeleton=skeleton if reason is None else None,
         offload=offload,
     )
@@ -284,6 +290,7 @@ def place_model(
     name: str,
     trainable: bool,
     cut_vocab: bool = True,
+    tp_by: str = "plan",
     skeleton: Skeleton | None = None,
     offload: bool = False,
 ) -> LanguageModel:
@@ -295,14 +302,22 @@ def place_model(
         name: What messages call the model.
         trainable: Whether weights get gradients and the mode is training.
         cut_vocab: Cut embedding and head over the vocabulary; False keeps both whole.
+        tp_by: "plan", or "autotp" for DeepSpeed's own tensor parallelism, which cuts the head.
         skeleton: Where the weights are, if `module` has none yet: each rank then reads its part.
         offload: Where copies share the weights, keep a rank's part of them in host memory. Weights
             that are not shared are left to the caller.
     """
     module.requires_grad_(trainable)
     module.train(trainable)
+    cut: Cut | None = None
     if layout.mesh is not None and layout.tp > 1:
-        apply_plan(module, layout.mesh["tp"], cut_vocab=cut_vocab, name=name)
+        if tp_by == "autotp":
+            from vocabtp.opsd.engine import autotp
+
+            with layout.together():
+                cut = autotp.cut(module, layout, name)
+        else:
+            apply_plan(module, layout.mesh["tp"], cut_vocab=cut_vocab, name=name)
         if cut_vocab:
             module.generate = _blocked_generate
 
@@ -315,7 +330,9 @@ def place_model(
         read(module)
         module.to(layout.device)
     weight = module.get_output_embeddings().weight
-    if isinstance(weight, DTensor):
+    if cut is not None:
+        shard = cut.finish()
+    elif isinstance(weight, DTensor):
         # the widths that were really cut, not a formula of our own
         shard = VocabShard.resolve(weight.to_local().shape[0], layout.tp_group)
     else:

@@ -88,17 +88,25 @@ def read_model(section: StudentConfig, config: Any, role: str, attention: str | 
     return model
 
 
-def check_layout(section: StudentConfig, config: Any, role: str, tp: int, cut_vocab: bool) -> None:
+def check_layout(
+    section: StudentConfig, config: Any, role: str, tp: int, cut_vocab: bool, tp_by: str
+) -> None:
     """Refuse a model that tensor parallelism cannot cut, from its configuration alone.
 
     Raises:
-        ModelError: As `vocabtp.opsd.tp_plan.module_roles`.
+        ModelError: As `vocabtp.opsd.tp_plan.module_roles` and, where AutoTP is to cut it,
+            `vocabtp.opsd.engine.autotp.check_model`.
     """
     if tp == 1:
         return
     with one_line(section, role, "cannot build it"), torch.device("meta"):
         skeleton = auto_model.from_config(config, trust_remote_code=section.trust_remote_code)
-    module_roles(skeleton, tp, cut_vocab=cut_vocab, name=f"{role} {section.model_name_or_path!r}")
+    name = f"{role} {section.model_name_or_path!r}"
+    module_roles(skeleton, tp, cut_vocab=cut_vocab, name=name)
+    if tp_by == "autotp":
+        from vocabtp.opsd.engine.autotp import check_model
+
+        check_model(skeleton, name)
 
 
 def check_heads(student: Any, teacher: Any, tokenizer_length: int, config: Config) -> None:

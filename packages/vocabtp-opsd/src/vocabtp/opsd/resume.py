@@ -41,6 +41,7 @@ FREE = frozenset(
         "parallel.device",
         "parallel.shard",
         "parallel.engine",
+        "parallel.tp_by",
         "parallel.teacher_shard",
         "deepspeed_config",
         # compared by content below

@@ -1,8 +1,8 @@
-"""The engine over DeepSpeed: its ZeRO optimizers under this project's tensor parallelism.
+"""The engine over DeepSpeed: its ZeRO optimizers over models that are cut already.
 
-Models are cut by the same plan as with the torch engine, and DeepSpeed is told the ranks as a
-model-parallel program tells it. So heads have the bounds that were really cut, and checkpoints are
-those of the torch engine: either reads what the other wrote, at any layout.
+They are cut when they are loaded, as with the torch engine or by DeepSpeed's AutoTP
+(`vocabtp.opsd.engine.autotp`), and DeepSpeed is told the ranks as a model-parallel program tells
+it. Checkpoints are those of the torch engine: either reads what the other wrote, at any layout.
 
 DeepSpeed averages gradients over the data-parallel ranks and, unless told not to, divides losses
 by the accumulation steps. A loss comes here divided by the tokens of the whole step, so it is
@@ -26,9 +26,8 @@ from vocabtp.opsd.engine.deepspeed_start import check_installed, ranks_of, start
 from vocabtp.opsd.engine.deepspeed_state import holder_of
 from vocabtp.opsd.engine.optimizers import STATE, make_optimizer
 from vocabtp.opsd.engine.outcome import BAD_NORM, first_bad, gather, refusal
-from vocabtp.opsd.engine.places import make_plain, place_of, wrapped
+from vocabtp.opsd.engine.places import make_plain, place_of, unwrapped, wrapped
 from vocabtp.opsd.engine.schedule import Schedule
-from vocabtp.opsd.engine.slots import local_part
 from vocabtp.opsd.parallel import Layout
 
 
@@ -210,7 +209,7 @@ class DeepSpeedEngine:
         """Take over saved entries, after the parameters have got their values."""
         for slot in self.slots:
             found = {
-                key: local_part(value)
+                key: unwrapped(slot.param, value)
                 for key in ("master", *STATE)
                 if (value := state.get(f"optimizer.{slot.name}.{key}")) is not None
             }

@@ -78,7 +78,7 @@ def complete(config: Config, layout: Layout) -> dict[str, Any]:
                 f"{config.student.dtype}"
             )
         out[name] = section | {"enabled": enabled}
-    # the models are cut already, by this project's own plan
+    # the models are cut already
     size = _section({"": out.pop("tensor_parallel", None)}, "").get("autotp_size", layout.tp)
     if size not in (layout.tp, "auto"):
         raise ConfigError(
