@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 from vocabtp.dist import VocabShard
 from vocabtp.opsd.engine.deepspeed_start import start
 from vocabtp.opsd.engine.places import Place, even_sizes, set_place
-from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.errors import ConfigError, ModelError
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.tp_plan import Role, is_tied, module_roles
 
@@ -100,7 +100,7 @@ def cut(module: Any, layout: Layout, name: str) -> Cut:
         name: What errors call the model.
 
     Raises:
-        ConfigError: DeepSpeed is not installed.
+        ConfigError: DeepSpeed is not installed, or has another AutoTP.
         ModelError: As `check_model`, a plan with styles or sizes that are not supported, or AutoTP
             makes something else of it than the plan says.
     """
@@ -115,6 +115,12 @@ def cut(module: Any, layout: Layout, name: str) -> Cut:
             autotp = _apply(module, layout)
         except (ValueError, NotImplementedError) as error:
             raise ModelError(f"{name}: AutoTP refuses it: {error}: {_INSTEAD}") from error
+        except (AttributeError, ImportError, TypeError) as error:
+            # much of what is called there has no promise to stay
+            raise ConfigError(
+                f"parallel.tp_by is autotp, but the AutoTP of DeepSpeed {deepspeed.__version__} is "
+                f"another one than that of 0.19.8 ({error}): install that, or {_INSTEAD}"
+            ) from error
     _check_layers(module, roles, tied, name)
     _note_places(module, layout)
     return Cut(module, autotp, roles, name)
