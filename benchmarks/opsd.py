@@ -74,6 +74,13 @@ MODES: dict[str, tuple[int, list[str]]] = {
     "zero3": (2, ["parallel.shard=zero3"]),
     "deepspeed-0": (1, ["parallel.engine=deepspeed"]),
     "deepspeed-2": (1, ["parallel.engine=deepspeed", "parallel.shard=zero2"]),
+    "deepspeed-2-autotp": (
+        2,
+        [
+            *("parallel.engine=deepspeed", "parallel.shard=zero2"),
+            *("parallel.tp={ranks}", "parallel.tp_by=autotp"),
+        ],
+    ),
     "deepspeed-2-teacher-3": (
         2,
         ["parallel.engine=deepspeed", "parallel.shard=zero2", "parallel.teacher_shard=zero3"],

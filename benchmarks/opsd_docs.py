@@ -26,6 +26,7 @@ _MEANS = {
     "zero3": "... `parallel.shard: zero3`",
     "deepspeed-0": "DeepSpeed, ZeRO-0",
     "deepspeed-2": "DeepSpeed, ZeRO-2",
+    "deepspeed-2-autotp": "DeepSpeed, ZeRO-2, AutoTP over 2",
     "deepspeed-2-teacher-3": "DeepSpeed, ZeRO-2, teacher ZeRO-3",
 }
 
