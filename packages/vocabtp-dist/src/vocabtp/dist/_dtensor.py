@@ -76,16 +76,15 @@ class _LocalColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
-        ctx.mesh, ctx.placements, ctx.shape = x.device_mesh, x.placements, x.shape
+        ctx.kind, ctx.shape = type(x), x.shape
+        ctx.mesh, ctx.placements = x.device_mesh, x.placements
         local: torch.Tensor = x.to_local()
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
-        from torch.distributed.tensor import DTensor
-
         strides = torch.empty(ctx.shape, device="meta").stride()
-        return DTensor.from_local(
+        result: DTensor = ctx.kind.from_local(
             grad.contiguous(),
             ctx.mesh,
             ctx.placements,
@@ -93,6 +92,7 @@ class _LocalColumns(torch.autograd.Function):
             shape=ctx.shape,
             stride=strides,
         )
+        return result
 
 
 def local_replica(x: Any, name: str) -> Any:
