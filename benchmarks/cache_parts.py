@@ -72,12 +72,22 @@ def clock(call: Call, device: torch.device, times: int = 1) -> float:
 
 
 def samples(
-    arms: dict[str, Call], device: torch.device, rounds: int, times: int = 1
+    arms: dict[str, Call],
+    device: torch.device,
+    rounds: int,
+    times: int = 1,
+    before: Call | None = None,
 ) -> dict[str, list[float]]:
-    """What each arm took in each round, arms in turns, after a round that is not counted."""
+    """What each arm took in each round, arms in turns, after a round that is not counted.
+
+    `before` is called as often before every sample: a device at its power limit is faster for a
+    while after an arm that left it idle, and so all arms come after the same.
+    """
     found: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(rounds + 1):
         for name, call in arms.items():
+            if before is not None:
+                clock(before, device, times)
             taken = clock(call, device, times)
             if round_:
                 found[name].append(taken)

@@ -1,9 +1,10 @@
 """Part step of cache.py: how much of the copies a training step hides.
 
 A sample is several steps in a row, so that the host is ahead of the device as it is in training
-code that does not wait for it, and the first launch does not count. What there is to hide is what
-a step takes longer without prefetch than with the teacher's rows on the device; what is hidden of
-it is taken in each round of the arms, and its median and range are reported.
+code that does not wait for it, and the first launch does not count; before each, as many plain
+steps bring the device to the same clock. What there is to hide is what a step takes longer without
+prefetch than with the teacher's rows on the device; what is hidden of it is taken in each round of
+the arms, and its median and range are reported.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def step(sizes: Sizes, device: torch.device) -> Iterator[Row]:
         **{f"cache, budget {n}": kept(n) for n in budgets},
         "store and cache": whole,
     }
-    found = samples(arms, device, sizes.rounds + 2, sizes.queued)
+    found = samples(arms, device, sizes.rounds + 2, sizes.queued, before=arms["on the device"])
     shape = {"rows": rows, "cols": width, "chunk": chunk}
     size = [sizes.layers, sizes.student, sizes.inner]
     for arm, times in found.items():

@@ -97,6 +97,12 @@ def test_a_sample_is_the_mean_of_calls_in_a_row(monkeypatch):
     # one tick a sample, and three more in b
     assert found == {"a": [pytest.approx(1 / 3)] * 2, "b": [pytest.approx(4 / 3)] * 2}
     assert calls == ["a"] * 3 + ["b"] * 3 + (["a"] * 3 + ["b"] * 3) * 2
+    # all arms come after the same
+    calls.clear()
+    before = lambda: (next(clock), calls.append("-"))  # noqa: E731
+    again = cache_parts.samples(arms, torch.device("cpu"), rounds=1, times=2, before=before)
+    assert again == {"a": [pytest.approx(1 / 2)], "b": [pytest.approx(3 / 2)]}
+    assert calls == [*"--aa--bb"] * 2
 
 
 def test_some_parts_alone(tmp_path, capsys):
