@@ -54,8 +54,10 @@ if os.environ.get("RANK") == "1":
 KILLED_IN = """
 import os, signal
 if os.environ.get("RANK") == "1":
+    import torch.distributed.checkpoint.filesystem as filesystem
     import vocabtp.opsd.step as step
     from vocabtp.opsd.engine import TorchEngine
+    from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine
     from vocabtp.opsd.teacher import Teacher
     owner, name = {place}
     calls, call = [], getattr(owner, name)
@@ -71,8 +73,9 @@ if os.environ.get("RANK") == "1":
 PLACES = {
     "rollout": 'step, "generate"',
     "teacher": 'Teacher, "score"',
-    "student": 'TorchEngine, "backward"',
-    "update": 'TorchEngine, "step"',
+    "student": '{engine}, "backward"',
+    "update": '{engine}, "step"',
+    "save": 'filesystem._FileSystemWriter, "write_data"',
 }
 
 
@@ -225,37 +228,53 @@ def test_a_writer_killed_beside_training_leaves_the_checkpoint_before(ranks, tmp
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators=2", "--module")
+LAUNCHERS = {"command": ("-m",), "torchrun": TORCHRUN, "deepspeed": DEEPSPEED}
+ENGINES = {"torch": "TorchEngine", "deepspeed": "DeepSpeedEngine"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", ["command", "torchrun"])
+@pytest.mark.parametrize(
+    ("engine", "launcher"),
+    [
+        ("torch", "command"),
+        ("torch", "torchrun"),
+        ("deepspeed", "command"),
+        ("deepspeed", "deepspeed"),
+    ],
+)
 @pytest.mark.parametrize("phase", PLACES)
-def test_a_rank_killed_in_a_phase_ends_the_run_and_resumes(ranks, tmp_path, phase, launcher):
+def test_a_rank_killed_in_a_phase_ends_the_run_and_resumes(
+    ranks, tmp_path, monkeypatch, phase, launcher, engine
+):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # DeepSpeed's launcher asks
     path = tiny_run(
         tmp_path,
         rollout={"temperature": 1.0},
-        parallel={"tp": 2} | ({"nproc": 2} if launcher == "command" else {}),
+        parallel={"tp": 2, "engine": engine} | ({"nproc": 2} if launcher == "command" else {}),
         training={"max_steps": 4, "save_steps": 1, "train_batch_size": 1, "keep_checkpoints": 9},
     )
     out, fault = tmp_path / "out", tmp_path / "fault"
     fault.mkdir()
-    how = {"launcher": TORCHRUN} if launcher == "torchrun" else {}
-    process = start(path, fault=KILLED_IN.format(place=PLACES[phase]), folder=fault, **how)
+    how = {"launcher": LAUNCHERS[launcher]}
+    place = PLACES[phase].format(engine=ENGINES[engine])
+    process = start(path, fault=KILLED_IN.format(place=place), folder=fault, **how)
     wait_for_steps(process, out, 2)
     began = time.monotonic()
     code, _, errors = end(process)
     assert time.monotonic() - began < 60
+    where = "save phase" if phase == "save" else f"{phase} phase of step 3"
     if launcher == "command":
         assert code == 128 + signal.SIGKILL
-        said = f"[rank 1] killed by signal 9 (SIGKILL) in the {phase} phase of step 3"
+        said = f"[rank 1] killed by signal 9 (SIGKILL) in the {where}"
     else:
         assert code != 0
-        said = f"[rank 0] rank 1 was killed in the {phase} phase of step 3"
+        said = f"[rank 0] rank 1 was killed in the {where}"
     assert said in errors
     assert not leftovers(path)
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
-        "step-00000001", "step-00000002",
-    ]  # fmt: skip
+    left = sorted(p.name for p in (out / "checkpoints").iterdir())
+    broken = ["step-00000003.partial"] if phase == "save" else []
+    assert left == ["step-00000001", "step-00000002", *broken]
     code, said, errors = end(start(path, **how))
     assert code == 0, (said, errors)
     assert "step 3 is the next" in errors

@@ -72,10 +72,32 @@ def test_a_killed_peer_is_named_with_its_phase(tmp_path, peer, monkeypatch):
     peer.wait()
     assert str(mine.lost()) == words
     rank(1, tmp_path)._tell("failed")
+    assert mine.lost() is None  # it says so, and has not ended yet
     monkeypatch.setattr(phases, "_alive", lambda pid: False)
     assert str(mine.lost()).startswith("rank 1 failed")
     rank(1, tmp_path)._tell("left")
     assert mine.lost() is None
+
+
+def test_files_of_an_earlier_run_are_nobodys_loss(tmp_path, peer):
+    peer.kill()
+    peer.wait()
+    mine = rank(0, tmp_path)
+    assert mine.lost() is None
+    with pytest.raises(RuntimeError, match="gloo"), mine.watch_peers():
+        raise RuntimeError(BROKEN)
+
+
+def test_any_launcher_of_several_ranks_gives_them_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(phases.tempfile, "gettempdir", lambda: str(tmp_path))
+    ranks = {"RANK": "1", "WORLD_SIZE": "2"}
+    first, second = (Phases(ranks | {"MASTER_PORT": port}).folder for port in ("1", "2"))
+    assert first.parent == second.parent == tmp_path
+    assert first != second
+    assert read_records(first, 2)[1][0] == os.getpid()
+    # one of that name that is another user's
+    monkeypatch.setattr(phases.os, "getuid", lambda: first.stat().st_uid + 1)
+    assert Phases(ranks | {"MASTER_PORT": "1"}).folder is None
 
 
 def test_a_rank_that_waits_for_a_killed_peer_is_ended(tmp_path, peer, monkeypatch):
@@ -86,6 +108,31 @@ def test_a_rank_that_waits_for_a_killed_peer_is_ended(tmp_path, peer, monkeypatc
         peer.kill()
         assert ended.wait(20)
     assert found == ["rank 1 was killed in the teacher phase of step 3"]
+
+
+def test_a_failing_rank_outlives_a_sigterm_until_it_has_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(phases, "_GRACE_S", 0.3)
+    codes, ended = [], threading.Event()
+    monkeypatch.setattr(phases.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(ValueError, match="mine"), rank(0, tmp_path).watch_peers():
+            raise ValueError("mine")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not codes  # time to tell
+        assert ended.wait(20)  # not for ever
+        assert codes == [128 + signal.SIGTERM]
+        # a process alone, and one that has a handler of its own, are left as they are
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with pytest.raises(ValueError, match="mine"), Phases({}).watch_peers():
+            raise ValueError("mine")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with pytest.raises(ValueError, match="mine"), rank(0, tmp_path).watch_peers():
+            raise ValueError("mine")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_parent_names_the_phase_of_a_killed_rank(tmp_path, peer):

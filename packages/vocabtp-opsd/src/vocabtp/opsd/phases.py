@@ -1,14 +1,15 @@
 """What each rank is doing, told by the rank itself, for when it cannot tell any more.
 
 A rank keeps one short file in a folder that the ranks of its machine share: its process id and its
-phase. The parent of the ranks reads it where a rank was killed; under torchrun, and while the
-parent waits, the other ranks do. Out of memory is a matter of phases too: the message names the
+phase. The parent of the ranks reads it where a rank was killed; under other launchers, and while
+the parent waits, the other ranks do. Out of memory is a matter of phases too: the message names the
 one that was under way, and the keys that make it smaller.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -62,6 +64,8 @@ class Phases:
         self.folder = _folder(environ) if self.world > 1 else None
         self.step: int | None = None  # the optimizer step under way, from 1
         self._now = ""
+        # a folder may hold files of an earlier run: who was never seen alive cannot be lost
+        self._seen: dict[int, int] = {}
         self._tell()
 
     @contextmanager
@@ -101,6 +105,7 @@ class Phases:
             RankLostError: A connection broke because a rank is gone; names rank and phase.
         """
         done = threading.Event()
+        self.lost()  # sees the peers
         if self.folder is not None:
             arguments = (done, on_lost or self._end)
             threading.Thread(target=self._look, args=arguments, daemon=True).start()
@@ -111,6 +116,8 @@ class Phases:
             raise
         except Exception as error:
             self._tell("failed")
+            if self.folder is not None:
+                _speak_before_the_end()
             if launch.is_echo(str(error)) and (lost := self.lost(_WAIT_S)) is not None:
                 raise RankLostError(str(lost)) from error
             raise
@@ -127,7 +134,9 @@ class Phases:
             for rank, (pid, state, phase) in records.items():
                 if rank == self.rank or state == "left":
                     continue
-                if not _alive(pid):
+                if _alive(pid):
+                    self._seen[rank] = pid
+                elif self._seen.get(rank) == pid:
                     return Lost(rank, phase, failed=state == "failed")
             if time.monotonic() >= end:
                 return None
@@ -168,6 +177,22 @@ class Phases:
                 os.close(handle)
 
 
+def _speak_before_the_end() -> None:
+    """Let this rank tell why it fails, also where its launcher ends it because a peer has failed.
+
+    Launchers send SIGTERM to the others as soon as one rank is gone, so it may come in between.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_soon)
+
+
+def _end_soon(signum: int, frame: FrameType | None) -> None:
+    timer = threading.Timer(_GRACE_S, os._exit, (128 + signum,))
+    timer.daemon = True
+    timer.start()
+
+
 def read_records(folder: Path, world: int) -> dict[int, tuple[int, str, str]]:
     """Process id, state (empty, `left` or `failed`) and phase of the ranks of this machine."""
     out = {}
@@ -183,12 +208,12 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _folder(environ: Mapping[str, str]) -> Path | None:
-    """Shared by the ranks of this machine, which have one parent."""
+    """Shared by the ranks of this machine that one process started; None where it cannot be."""
     if launch.has_parent(environ):
         return launch.notes_folder(environ)
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return None
-    folder = Path(tempfile.gettempdir(), f"vocabtp-opsd-{os.getuid()}-{os.getppid()}")
+    # the port: a shell may be the parent of two runs
+    run = f"{os.getppid()}-{environ.get('MASTER_PORT', '')}"
+    folder = Path(tempfile.gettempdir(), f"vocabtp-opsd-{os.getuid()}-{run}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError:
