@@ -37,10 +37,8 @@ PASSED = frozenset(
         "disable_python_gc",
         "dump_state",
         "flops_profiler",
-        "gradient_predivide_factor",
         "log_level",
         "memory_breakdown",
-        "prescale_gradients",
         "steps_per_print",
         "tensorboard",
         "timers",
@@ -211,6 +209,14 @@ REFUSALS = (
         "gradient_allreduce_op",
         _mean,
         "changes the size of gradients: the loss is scaled by distillation.loss_scale",
+    ),
+    *(
+        Refusal(
+            key,
+            off,
+            "belongs to a mean over the ranks: gradients are summed, each the part of one loss",
+        )
+        for key, off in (("prescale_gradients", _empty), ("gradient_predivide_factor", _one))
     ),
     Refusal(
         "managed_gradient_accumulation",
