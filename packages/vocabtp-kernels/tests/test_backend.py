@@ -17,6 +17,8 @@ def test_eager_runs_and_says_why():
     assert vk.which_backend(torch.zeros(2, 3, device="meta"))[0] == "eager"
     with pytest.raises(TypeError, match="which_backend: give the logits of the call"):
         vk.which_backend()
+    with pytest.raises(TypeError, match="give the logits of the call, got str"):
+        vk.which_backend(torch.zeros(2, 3), "triton")
 
 
 def test_a_device_without_a_compiler_is_named(monkeypatch):

@@ -32,6 +32,14 @@ def test_logits_of_the_wrong_kind(name):
         CALLS[name](torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("name", ["entropy", "logprobs", "kl_div", "jsd"])
+def test_logits_without_numbers(name):
+    x = torch.zeros(2, 3, device="meta")
+    more = {"entropy": [], "logprobs": [IDS.to("meta")]}.get(name, [x])
+    with pytest.raises(TypeError, match=rf"^{name}: \w*logits must have numbers.* meta device"):
+        getattr(vk, name)(x, *more)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_temperature(name):
     for bad in (True, None, "1", torch.tensor(1.0), [1.0]):

@@ -24,6 +24,8 @@ IN_PLACE = {
 COPIED = {
     "strided vocabulary": BASE[..., ::2],
     "vocabulary not last": BASE.transpose(-1, 0),
+    "negated": torch._neg_view(BASE),  # the memory has the other sign
+    "negated, of complex numbers": torch.complex(BASE, BASE).conj().imag,
     "three strides": BASE[::2, :3, :4],
     "permuted": BASE.permute(2, 1, 0, 3)[:, ::2],
 }

@@ -262,3 +262,23 @@ def test_which_backend_on_the_cpu():
             vk.which_backend(x, x.double())
         with pytest.raises(ValueError, match="no Triton kernels for meta tensors"):
             vk.which_backend(torch.zeros(2, 3, device="meta"))
+
+
+@pytest.mark.parametrize("op", KINDS)
+def test_lazily_negated_tensors_are_what_they_stand_for(op):
+    s, t = torch.randn(3, 9), torch.randn(3, 9)
+    index, upstream = torch.tensor([4, 0, 8]), torch.randn(3)
+
+    def run(negate):
+        name, options = OPS[op]
+        token = name == "logprobs_and_entropy"
+        sides = [negate(x.clone()).requires_grad_() for x in ((s,) if token else (s, t))]
+        with vk.backend("triton"):
+            out = getattr(vk, name)(*sides, *[negate(-index)] * token, **options)
+        outs = out if token else (out,)
+        up = [torch.complex(upstream, upstream).conj().imag for _ in outs]
+        up = up if negate is torch._neg_view else [x.resolve_neg() for x in up]
+        return [*outs, *torch.autograd.grad(outs, sides, up)]
+
+    for lazy, plain in zip(run(torch._neg_view), run(torch.neg), strict=True):
+        assert torch.equal(lazy, plain)

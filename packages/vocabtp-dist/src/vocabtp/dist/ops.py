@@ -65,7 +65,7 @@ def vocab_parallel_logprobs(
         global_vocab_size: V.
         ignore_index: an id that asks nothing: value 0, no gradient.
         shard: group and bounds that were agreed on before.
-        temperature: divides the logits; finite, > 0.
+        temperature: divides the logits; 1e-37 to 1e37.
         validate_ids: whether an id outside of `[0, V)` raises before the call returns. None: yes
             for ids on the CPU, while ids on a GPU give a NaN row and raise at the next call or at
             `vocabtp.kernels.check_ids()`; True waits for the GPU; False does not, anywhere.
@@ -109,7 +109,7 @@ def vocab_parallel_entropy(
             DTensor.
         tp_group: the ranks that share the vocabulary; None is a single process.
         shard: group and bounds that were agreed on before.
-        temperature: divides the logits; finite, > 0.
+        temperature: divides the logits; 1e-37 to 1e37.
 
     Returns:
         `[...]`; NaN for a row of -inf.
@@ -212,7 +212,7 @@ def vocab_parallel_kl_div(
         tp_group: the ranks that share the vocabulary; None is a single process.
         shard: group and bounds that were agreed on before.
         pointwise_clip: caps each vocabulary term from above before the sum; None caps nothing.
-        temperature: divides both sides; finite, > 0.
+        temperature: divides both sides; 1e-37 to 1e37.
 
     Returns:
         `[...]`; +inf where the first distribution supports a token that the second masks.
@@ -272,7 +272,7 @@ def vocab_parallel_jsd(
         shard: group and bounds that were agreed on before.
         rescale: divide an interior beta's value by `beta (1 - beta)`, after the clip.
         pointwise_clip: caps each vocabulary term from above before the sum; None caps nothing.
-        temperature: divides both sides; finite, > 0.
+        temperature: divides both sides; 1e-37 to 1e37.
 
     Returns:
         `[...]`.

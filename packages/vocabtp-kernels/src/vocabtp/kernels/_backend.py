@@ -222,11 +222,12 @@ def which_backend(*tensors: Tensor) -> tuple[str, str]:
         `(name, reason)`, both for reading by people; the name is "eager" or "triton".
 
     Raises:
-        TypeError: without a tensor.
+        TypeError: without a tensor, or something else among them.
         ValueError: inside `backend("triton")` with tensors that it cannot take.
     """
-    if not tensors:
-        raise TypeError("which_backend: give the logits of the call, got no tensor")
+    if wrong := [x for x in tensors or (None,) if not isinstance(x, Tensor)]:
+        found = "no tensor" if not tensors else type(wrong[0]).__name__
+        raise TypeError(f"which_backend: give the logits of the call, got {found}")
     choice = choose("which_backend", *tensors)
     return choice.name, choice.reason
 

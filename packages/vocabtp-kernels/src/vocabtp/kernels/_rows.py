@@ -55,7 +55,8 @@ class Rows:
 
 def as_rows(tensor: Tensor) -> Rows:
     """View `tensor` `[..., L]` as rows, in row-major order of its leading dimensions."""
-    tensor = tensor.detach()
+    # the memory of a lazily negated view, as of x.conj().imag, has the other sign
+    tensor = tensor.detach().resolve_neg()
     cols = tensor.shape[-1]
     if tensor.numel() == 0:
         # strides mean nothing here, and contiguous() leaves them as they are

@@ -84,7 +84,17 @@ def beta(caller: str, value: object) -> float:
 
 
 def logits(caller: str, name: str, value: object) -> Tensor:
-    """A floating-point tensor with a vocabulary dimension."""
+    """A floating-point tensor with a vocabulary dimension, and numbers."""
+    return _numbers(caller, name, _logits(caller, name, value))
+
+
+def _numbers(caller: str, name: str, value: Tensor) -> Tensor:
+    if value.device.type == "meta":
+        raise TypeError(f"{caller}: {name} must have numbers, got a tensor on the meta device")
+    return value
+
+
+def _logits(caller: str, name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{caller}: {name} must be a tensor, got {type(value).__name__}")
     if value.dtype not in _LOGITS:
@@ -104,8 +114,8 @@ def logits(caller: str, name: str, value: object) -> Tensor:
 
 def pair(caller: str, student: object, teacher: object) -> tuple[Tensor, Tensor]:
     """Two logits tensors over the same rows, columns and device; dtypes may differ."""
-    one = logits(caller, "student_logits", student)
-    two = logits(caller, "teacher_logits", teacher)
+    one = _logits(caller, "student_logits", student)
+    two = _logits(caller, "teacher_logits", teacher)
     if one.shape != two.shape:
         raise ValueError(
             f"{caller}: student and teacher must share a shape, "
@@ -116,7 +126,7 @@ def pair(caller: str, student: object, teacher: object) -> tuple[Tensor, Tensor]
             f"{caller}: student and teacher must be on one device, "
             f"got {one.device} and {two.device}"
         )
-    return one, two
+    return _numbers(caller, "student_logits", one), two
 
 
 def index(caller: str, value: object, of: Tensor) -> Tensor:
@@ -136,4 +146,4 @@ def index(caller: str, value: object, of: Tensor) -> Tensor:
             f"{caller}: index must be where the logits are, got {value.device} and {of.device}"
         )
     rows = math.prod(lead)  # numel() would make torch.compile fix the number of rows
-    return value.reshape(rows, 1 if value.shape == lead else value.shape[-1])
+    return value.resolve_neg().reshape(rows, 1 if value.shape == lead else value.shape[-1])

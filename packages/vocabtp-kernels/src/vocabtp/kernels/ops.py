@@ -48,7 +48,7 @@ def logprobs(
         index: ids of the whole vocabulary, `[...]` or `[..., K]`, where the logits are; int64,
             int32, int16, int8 or uint8.
         ignore_index: an id that asks nothing: its value is 0 and it has no gradient.
-        temperature: finite, > 0.
+        temperature: 1e-37 to 1e37.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.
         vocab_start: the id of this shard's first column.
         vocab_size: V, None for L.
@@ -90,7 +90,7 @@ def entropy(logits: Tensor, *, temperature: float = 1.0, exchange: Exchange = LO
 
     Args:
         logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
-        temperature: finite, > 0.
+        temperature: 1e-37 to 1e37.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.
 
     Returns:
@@ -134,7 +134,7 @@ def logprobs_and_entropy(
         logits: as for `logprobs`.
         index: as for `logprobs`. A row whose ids are ignored keeps its entropy.
         ignore_index: as for `logprobs`.
-        temperature: finite, > 0.
+        temperature: 1e-37 to 1e37.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.
         vocab_start: as for `logprobs`.
         vocab_size: as for `logprobs`.
@@ -189,7 +189,7 @@ def kl_div(
         reverse: False for KL(teacher || student), True for KL(student || teacher).
         pointwise_clip: caps each token's `a (log a - log b)` from above before the sum; a capped
             term has no gradient of its own. Costs a second read. Finite, > 0.
-        temperature: finite, > 0; divides both sides. The usual factor of temperature squared is
+        temperature: 1e-37 to 1e37; divides both sides. The usual factor of temperature squared is
             the caller's.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.
 
@@ -254,7 +254,7 @@ def jsd(
         rescale: divide an interior beta's value by `beta (1 - beta)`, after the clip.
         pointwise_clip: caps each token's term from above before the sum: the combined
             `beta q log(q/m) + (1 - beta) p log(p/m)`, or `kl_div`'s term at the ends. Finite, > 0.
-        temperature: finite, > 0; divides both sides.
+        temperature: 1e-37 to 1e37; divides both sides.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.
 
     Returns:

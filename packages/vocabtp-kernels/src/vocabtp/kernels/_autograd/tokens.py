@@ -78,12 +78,16 @@ def backward(
             as_rows(logits),
             stats,
             columns,
-            grad_logprobs,
-            grad_entropy,
+            _resolved(grad_logprobs),
+            _resolved(grad_entropy),
             out.view(stats.shape[1], logits.shape[-1]),
             spec.temperature,
         )
     return out
+
+
+def _resolved(upstream: Tensor | None) -> Tensor | None:
+    return None if upstream is None else upstream.resolve_neg()
 
 
 def _keep(ctx: Ctx, saved: Saved, spec: TokenSpec) -> None:
@@ -93,7 +97,6 @@ def _keep(ctx: Ctx, saved: Saved, spec: TokenSpec) -> None:
 
 
 def _backward(ctx: Ctx, lp: Tensor | None, h: Tensor | None) -> Tensor | None:
-
     return (
         None if lp is None and h is None else backward(Saved(*ctx.saved_tensors), lp, h, ctx.spec)
     )
