@@ -256,3 +256,29 @@ def test_rows_come_back_before_the_last_have_left(late, monkeypatch, shape, dona
     assert out.done < out.given
     chunks = [first, *(cache.fetch(start, start + 5) for start in range(5, len(cache), 5))]
     assert torch.equal(torch.cat(chunks, dim=-2), kept)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_copies_come_behind_what_the_current_stream_was_given(late, donate):
+    """Rows that are still being made; and rooms that a reader is still using."""
+    made, source = noise(40, 16), torch.zeros(40, 16)
+    with late.Stream():
+        other = late.current
+        source.copy_(made)
+        cache = TeacherLogitCache.store(
+            source, dtype=torch.float32, pool=PinnedPool(), donate=donate
+        )
+        if not donate:
+            source.copy_(noise(40, 16) + 1)
+        cache.prefetch(0, 20)
+        late.current = late.home
+        assert torch.equal(cache.fetch(20, 40), made[20:])
+        late.current = other
+        reader = torch.zeros(3)
+        reader.copy_(torch.ones(3))
+        cache.prefetch(20, 40)
+        side = late.streams[3]
+        side.work(side.given)
+        assert (reader == 1).all()
+    assert torch.equal(cache.fetch(0, 20), made[:20])
+    assert torch.equal(cache.fetch(20, 40), made[20:])
