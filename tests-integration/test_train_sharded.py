@@ -205,12 +205,15 @@ def compiled(rank, world, target, variants):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.shard=zero3"])
-def test_compiled_layers_of_two_ranks(ranks, tmp_path, layout):
+@pytest.mark.parametrize(
+    "layout",
+    [["parallel.tp=2"], ["parallel.shard=zero3"], ["parallel.tp=2", "parallel.shard=zero3"]],
+)
+def test_compiled_layers_of_several_ranks(ranks, tmp_path, layout):
     """Cut or sharded weights inside of what is compiled, in layers that run again."""
     path = small_run(tmp_path / "run", kind="qwen3")
     truth = varied(recorded(path, f"training.save_dir={tmp_path / 'single'}"))
-    variants = [(path, "compiled", "once", layout, "training.compile=true", CHECKPOINTED)]
-    for [run], compilations in ranks(compiled, 2, tmp_path, variants, limit=300):
+    variants = [(path, "compiled", "once", *layout, "training.compile=true", CHECKPOINTED)]
+    for [run], compilations in ranks(compiled, 2 * len(layout), tmp_path, variants, limit=300):
         assert 2 <= compilations <= 8
         agrees(run, truth)
