@@ -339,6 +339,12 @@ def test_deepspeed_counts_sequences(load, refusal):
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
         ({"elasticity": {"enabled": True}}, "elasticity"),
         ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
+        ({"zero_optimization": {"legacy_stage1": True}}, "zero_optimization.legacy_stage1"),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            "zero_optimization.zero_quantized_gradients",
+        ),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
         ({"optimizer": {"params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
         ({"optimizer": {"params": {"adam_w_mode": False}}}, "optimizer.params.adam_w_mode"),
@@ -378,7 +384,8 @@ def test_what_is_switched_off_is_left_out(load):
         "gradient_predivide_factor": 1.0,
         "managed_gradient_accumulation": True,
         "sparse_gradients": False,
-        "zero_optimization": {"mics_shard_size": -1},
+        "zero_optimization": {"mics_shard_size": -1, "zero_quantized_weights": False},
+        "data_types": {"buffer_dtype": "fp32"},
     }
     assert load(off).deepspeed_config == {
         "flops_profiler": {"enabled": False},

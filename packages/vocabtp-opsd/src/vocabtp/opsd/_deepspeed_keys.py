@@ -205,6 +205,16 @@ REFUSALS = (
     Refusal("zero_optimization.mics_shard_size", lambda v: v in (None, -1), _GONE),
     Refusal("zero_optimization.mics_hierarchical_params_gather", _empty, _GONE),
     Refusal("zero_optimization.zeropp_loco_param", _empty, _GONE),
+    Refusal("zero_optimization.legacy_stage1", _empty, _GONE),
+    *(
+        Refusal(f"zero_optimization.zero_quantized_{what}", _empty, "rounds them to a few bits")
+        for what in ("weights", "nontrainable_weights", "gradients")
+    ),
+    Refusal(
+        "data_types.buffer_dtype",
+        lambda value: value in (None, "fp32", "float32", "float"),
+        "rounds the frequencies of rotary embeddings: leave it out",
+    ),
     Refusal(
         "gradient_allreduce_op",
         _mean,
