@@ -182,15 +182,15 @@ def test_layouts_that_do_not_fit_are_refused_before_weights_load(
     section = config_for(tmp_path, "a", "b").student
     config = tiny_config(kind, **changes)
     with pytest.raises(ModelError, match=message) as caught:
-        model_files.check_layout(section, config, "student", tp, cut)
+        model_files.check_layout(section, config, "student", tp, cut, "plan")
     assert "parallel.tp" in str(caught.value)
-    model_files.check_layout(section, config, "student", 1, cut)
+    model_files.check_layout(section, config, "student", 1, cut, "plan")
 
 
 def test_a_pair_without_a_plan_needs_no_head_count(tmp_path):
     section = config_for(tmp_path, "a", "b").student
     # gpt2 keeps its backbone whole, so 4 heads over 3 ranks are fine
-    model_files.check_layout(section, tiny_config("gpt2"), "student", 3, True)
+    model_files.check_layout(section, tiny_config("gpt2"), "student", 3, True, "plan")
 
 
 def _pair_at_tp2(rank, world, root):
