@@ -170,11 +170,12 @@ def test_out_of_memory_names_phase_and_keys(kind):
     ("place", "words"),
     [
         ("vocabtp.opsd.step.generate", r"rollout phase of step 1: .*rollout\.max_response_length"),
-        ("vocabtp.opsd.teacher.Teacher.score", r"teacher phase of step 1: .*teacher\.offload"),
+        ("vocabtp.opsd.teacher.Teacher.score", r"teacher phase of step 1: .*payload.*offload"),
         ("vocabtp.opsd.step.distill_loss", r"student phase of step 1: .*distillation\.chunk_size"),
         ("vocabtp.opsd.engine.TorchEngine.step", r"update phase of step 1: .*parallel\.tp"),
         ("vocabtp.opsd.checkpoint.Checkpoints.save", r"save phase: .*"),
         ("vocabtp.opsd.trainer.read_models", r"load phase: .*parallel\.tp"),
+        ("vocabtp.opsd.trainer.TorchEngine", r"load phase: .*parallel\.tp"),
     ],
 )
 def test_every_phase_of_a_run_is_entered(tmp_path, monkeypatch, place, words):

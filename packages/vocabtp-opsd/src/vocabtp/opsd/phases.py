@@ -26,9 +26,11 @@ from vocabtp.opsd._console import complain
 from vocabtp.opsd.errors import DeviceMemoryError, Interrupted, RankLostError
 
 _KNOBS = {
-    "load": "raise parallel.tp, or set parallel.shard zero3 or teacher.offload_to_cpu",
+    "load": "raise parallel.tp, or set teacher.offload_to_cpu or parallel.shard zero3 (with "
+    "parallel.engine deepspeed zero2, and parallel.teacher_shard zero3)",
     "rollout": "lower training.micro_batch_size_per_gpu or rollout.max_response_length",
-    "teacher": "lower training.micro_batch_size_per_gpu, or set teacher.offload_to_cpu",
+    "teacher": "lower training.micro_batch_size_per_gpu, or set teacher.payload hidden or "
+    "teacher.offload_to_cpu",
     "student": "set training.activation_checkpointing, or lower teacher.prefetch_bytes, "
     "distillation.chunk_size or training.micro_batch_size_per_gpu",
     "update": "raise parallel.tp, or set parallel.shard zero2 or teacher.offload_to_cpu",

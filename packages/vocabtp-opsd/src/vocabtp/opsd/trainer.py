@@ -200,7 +200,8 @@ class Trainer:
     def _engine(self) -> Engine:
         if self.config.parallel.engine == "torch":
             module = self.models.student.module
-            return TorchEngine(module, self.config.training, self.layout, self.total_steps)
+            with self.phases.enter("load"):
+                return TorchEngine(module, self.config.training, self.layout, self.total_steps)
         if self._deepspeed is None:
             # once: what it puts into the module cannot be taken out
             from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine, check
@@ -209,7 +210,10 @@ class Trainer:
                 # before any model is loaded
                 check(self.config, self.layout)
             module = self.models.student.module
-            self._deepspeed = DeepSpeedEngine(module, self.config, self.layout, self.total_steps)
+            with self.phases.enter("load"):
+                self._deepspeed = DeepSpeedEngine(
+                    module, self.config, self.layout, self.total_steps
+                )
             student = replace(self.models.student, forward=self._deepspeed.forward)
             self._models = replace(self.models, student=student)
         return self._deepspeed
