@@ -50,10 +50,11 @@ if os.environ.get("RANK") == "1":
 
     TeacherLogitCache.store = classmethod(broken)
 """
-# rank 1 is killed in its third call of something that belongs to one phase
-KILLED_IN = """
+# rank 1 does something in its third call of what belongs to one phase
+IN_A_PHASE = """
 import os, signal
 if os.environ.get("RANK") == "1":
+    import torch
     import torch.distributed.checkpoint.filesystem as filesystem
     import vocabtp.opsd.step as step
     from vocabtp.opsd.engine import TorchEngine
@@ -62,14 +63,16 @@ if os.environ.get("RANK") == "1":
     owner, name = {place}
     calls, call = [], getattr(owner, name)
 
-    def killed(*args, **options):
+    def third(*args, **options):
         calls.append(1)
         if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            {deed}
         return call(*args, **options)
 
-    setattr(owner, name, killed)
+    setattr(owner, name, third)
 """
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+OUT_OF_MEMORY = 'raise torch.OutOfMemoryError("CUDA out of memory. Tried 2.00 GiB. GPU 1 has")'
 PLACES = {
     "rollout": 'step, "generate"',
     "teacher": 'Teacher, "score"',
@@ -258,7 +261,8 @@ def test_a_rank_killed_in_a_phase_ends_the_run_and_resumes(
     fault.mkdir()
     how = {"launcher": LAUNCHERS[launcher]}
     place = PLACES[phase].format(engine=ENGINES[engine])
-    process = start(path, fault=KILLED_IN.format(place=place), folder=fault, **how)
+    source = IN_A_PHASE.format(place=place, deed=KILLED)
+    process = start(path, fault=source, folder=fault, **how)
     wait_for_steps(process, out, 2)
     began = time.monotonic()
     code, _, errors = end(process)
@@ -293,3 +297,26 @@ def test_a_rank_that_fails_is_named_and_takes_the_others_along(tmp_path):
     first = next(line for line in errors.splitlines() if line.strip())
     assert "[rank 1] RuntimeError: the memory of this rank has rotted" in first
     assert not leftovers(path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_out_of_memory_names_phase_and_keys_and_takes_the_others_along(tmp_path, engine):
+    path = tiny_run(
+        tmp_path,
+        parallel={"tp": 2, "nproc": 2, "engine": engine},
+        training={"max_steps": 4, "save_steps": 1, "train_batch_size": 1},
+    )
+    fault = tmp_path / "fault"
+    fault.mkdir()
+    place = PLACES["student"].format(engine=ENGINES[engine])
+    source = IN_A_PHASE.format(place=place, deed=OUT_OF_MEMORY)
+    code, _, errors = end(start(path, fault=source, folder=fault))
+    assert code == 2
+    assert "[rank 1] out of memory in the student phase of step 3: " in errors
+    for key in ("distillation.chunk_size", "training.micro_batch_size_per_gpu"):
+        assert key in errors
+    assert "Traceback" not in errors
+    assert not leftovers(path)
+    names = sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000002"]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tiny_run import recorded, tiny_run
+from faulty_ranks import bad_numbers
+from tiny_run import tiny_run
 from vocabtp.opsd.config import ParallelConfig, TrainingConfig
 from vocabtp.opsd.engine import TorchEngine
-from vocabtp.opsd.errors import NotFiniteError
 from vocabtp.opsd.faults import TokenPlace, first_bad_row
 from vocabtp.opsd.parallel import Layout, make_layout
 
@@ -64,37 +64,6 @@ def test_a_bad_gradient_is_named_alike_on_all_ranks(ranks):
     assert ranks(bad_gradient, 2) == [(False, reason, [1.0] * 3)] * 2
 
 
-def broken_forward(rank, world, path, bad_steps, overrides):
-    """Train; in `bad_steps` the last rank sees NaN in the second row of its second micro-batch."""
-    import vocabtp.opsd.run as run_module
-    from vocabtp.opsd.model import LanguageModel
-
-    forward, run = LanguageModel.response_logits, run_module.Stepper.run
-    seen = {"step": -1, "passes": 0}
-
-    def stepping(self, step, *stopping):
-        seen.update(step=step, passes=0)
-        return run(self, step, *stopping)
-
-    def logits(self, *args):
-        out = forward(self, *args)
-        if self.module.training:
-            seen["passes"] += 1
-            if seen["step"] in bad_steps and rank == world - 1 and seen["passes"] == 2:
-                out = out.clone()
-                out[1] = math.nan
-        return out
-
-    LanguageModel.response_logits, run_module.Stepper.run = logits, stepping
-    try:
-        found = recorded(path, *overrides)
-        return found["applied"], [m.get("skipped_because") for m in found["metrics"]]
-    except NotFiniteError as error:
-        return seen["step"], str(error)
-    finally:
-        LanguageModel.response_logits, run_module.Stepper.run = forward, run
-
-
 def test_too_many_bad_steps_in_a_row_end_the_run_on_all_ranks(ranks, tmp_path):
     path = tiny_run(
         tmp_path,
@@ -108,7 +77,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_on_all_ranks(ranks, tmp_path):
         },
     )
     # a good step between two bad ones starts the count again
-    first, second = ranks(broken_forward, 2, path, (1, 3, 4), ())
+    first, second = ranks(bad_numbers, 2, path, dict.fromkeys((1, 3, 4), "row"), ())
     assert first[0] == second[0] == 4
     assert first[1] == second[1]
     assert first[1].startswith(
@@ -123,8 +92,9 @@ def test_too_many_bad_steps_in_a_row_end_the_run_on_all_ranks(ranks, tmp_path):
     assert "train.jsonl:8, sample 0, response token 1" in rows[1]["skipped_because"]
     # the last checkpoint is whole; the count goes on from it
     assert (tmp_path / "out/checkpoints/step-00000004/COMPLETE").exists()
-    again = ranks(broken_forward, 2, path, (4,), ())
+    again = ranks(bad_numbers, 2, path, {4: "row"}, ())
     assert [a[0] for a in again] == [4, 4]
-    applied, reasons = ranks(broken_forward, 2, path, (4,), ("training.max_skipped_steps=3",))[0]
-    assert applied == [False, True, True, True]
+    more = ("training.max_skipped_steps=3",)
+    applied, reasons, moved = ranks(bad_numbers, 2, path, {4: "row"}, more)[0]
+    assert applied == moved == [False, True, True, True]
     assert [bool(r) for r in reasons] == [True, False, False, False]

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from faulty_ranks import full_disk
 from tiny_run import recorded, tiny_run
 
 SGD = {
@@ -116,40 +117,6 @@ def test_copies_train_as_one_process_does_and_resume_exactly(ranks, tmp_path):
     close(other["weights"], truth["weights"])
 
 
-def writes(rank, world, path, what):
-    """Train at TP=2 on a disk that is full when the second checkpoint is written.
-
-    What each rank says when rank 1 cannot write tensors (`tensors`), rank 0 not the last file
-    (`mark`), or not the metrics of the second step (`metrics`); then a run that can write.
-    """
-    import vocabtp.opsd.checkpoint as module
-    from vocabtp.opsd.errors import UserError
-    from vocabtp.opsd.metrics import MetricsWriter
-
-    owner, name = {
-        "tensors": (module.FileSystemWriter, "write_data"),
-        "mark": (module, "_write"),
-        "metrics": (MetricsWriter, "write"),
-    }[what]
-    write, calls = getattr(owner, name), []
-
-    def full(*args, **options):
-        calls.append(1)
-        # two files of each checkpoint are ours
-        if len(calls) == (4 if what == "mark" else 2) and rank == (what == "tensors"):
-            raise OSError(28, "No space left on device")
-        return write(*args, **options)
-
-    setattr(owner, name, full)
-    try:
-        recorded(path, "parallel.tp=2")
-        return None
-    except UserError as error:
-        return type(error).__name__, str(error)
-    finally:
-        setattr(owner, name, write)
-
-
 def finishes(rank, world, path):
     return recorded(path, "parallel.tp=2")["losses"]
 
@@ -214,7 +181,7 @@ def test_export_is_a_plain_directory_with_the_trained_weights(ranks, tmp_path, t
 def test_a_full_disk_leaves_the_checkpoint_before_and_all_ranks_say_so(ranks, tmp_path, what):
     path = tiny_run(tmp_path, training={"max_steps": 2, "save_steps": 1})
     root = tmp_path / "out" / "checkpoints"
-    for kind, said in ranks(writes, 2, path, what):
+    for kind, said in ranks(full_disk, 2, path, what, ("parallel.tp=2",)):
         assert kind == "CheckpointError"
         assert "No space left on device" in said
         assert said.endswith("step-00000001 is still the newest")
@@ -226,7 +193,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_all_ranks_say_so(ranks, tm
 
 def test_metrics_on_a_full_disk_end_the_run_on_all_ranks(ranks, tmp_path):
     path = tiny_run(tmp_path, training={"max_steps": 5, "save_steps": 1})
-    first, second = ranks(writes, 2, path, "metrics")
+    first, second = ranks(full_disk, 2, path, "metrics", ("parallel.tp=2",))
     assert first == ("UserError", "training.save_dir: [Errno 28] No space left on device")
     assert second == ("UserError", "training.save_dir: rank 0 cannot write there")
 
