@@ -8,7 +8,9 @@ import torch
 
 from tiny_run import recorded, tiny_run
 from vocabtp.opsd.checkpoint import _fault
-from vocabtp.opsd.errors import CheckpointError, Interrupted
+from vocabtp.opsd.config import load_config
+from vocabtp.opsd.errors import CheckpointError, DeviceMemoryError, Interrupted
+from vocabtp.opsd.trainer import Trainer
 
 
 def same(a, b):
@@ -140,6 +142,20 @@ RESUMED = {
     "keep_checkpoints": 9,
     "micro_batch_size_per_gpu": 2,
 }
+
+
+def test_memory_that_runs_out_as_a_checkpoint_is_read(tmp_path, monkeypatch):
+    path = tiny_run(tmp_path, training={"max_steps": 1, "train_batch_size": 2})
+    recorded(path)
+    trainer = Trainer(load_config(path, ["training.max_steps=2"]))
+
+    def load(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(type(trainer.checkpoints), "load", load)
+    for call in (trainer.train, lambda: trainer.export(tmp_path / "exported")):
+        with pytest.raises(DeviceMemoryError, match="out of memory in the load phase: "):
+            call()
 
 
 def test_resume_is_exact(tmp_path):

@@ -164,7 +164,8 @@ class Run:
         if found is None:
             return
         path, saved = found
-        self.trainer.checkpoints.load(path, self.models.student.module, self.engine)
+        with self.trainer.phases.enter("load"):
+            self.trainer.checkpoints.load(path, self.models.student.module, self.engine)
         self.step = self.saved_step = saved.step
         self.counters |= saved.counters
         if saved.before is not None:

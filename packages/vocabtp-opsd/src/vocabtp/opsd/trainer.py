@@ -183,7 +183,8 @@ class Trainer:
             where = self.config.training.save_dir
             self.notice(f"no checkpoint in {where}: using the student as it was loaded")
         else:
-            self.checkpoints.load(path, models.student.module, None)
+            with self.phases.enter("load"):
+                self.checkpoints.load(path, models.student.module, None)
             self.notice(f"using the student of {path}")
         return path
 
