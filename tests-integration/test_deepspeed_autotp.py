@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import torch
+
 from tiny_models import tiny_model
 from vocabtp.opsd.errors import UserError
 
@@ -74,6 +76,27 @@ def autotp(rank, world, folder):
         without(*cut, lambda held: None),
     ]
     return out
+
+
+def blocks(rank, world):
+    """Logits of a model that splits its fused projection by a size of its own, and the whole's."""
+    from vocabtp.opsd.model import place_model
+    from vocabtp.opsd.parallel import make_layout
+
+    layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
+    tokens = torch.arange(12).view(2, 6)
+    response = torch.ones_like(tokens, dtype=torch.bool)
+    response[:, 0] = False
+    whole, module = (tiny_model("codegen", rotary_dim=4) for _ in range(2))
+    expected = whole(input_ids=tokens).logits[:, :-1].flatten(0, 1).detach()
+    model = place_model(module, layout, name="m", trainable=False, tp_by="autotp")
+    logits = model.response_logits(tokens, torch.ones_like(tokens), response)
+    return logits, expected[:, model.shard.start : model.shard.end]
+
+
+def test_sizes_of_whole_blocks_stay_as_they_are(ranks):
+    for logits, expected in ranks(blocks, 2):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_autotp_makes_of_a_model(ranks, tmp_path):

@@ -172,6 +172,8 @@ LAYOUT_CASES = [
     ("gpt2", {"vocab": 5}, 4, True, r"size 5 over parallel\.tp 4"),
     ("llama", {"num_key_value_heads": 4, "intermediate_size": 5}, 4, False, r"mlp\.\w+ of size 5"),
     ("mixtral", {}, 2, True, r"tensor-parallel plan asks for '\w+' on"),
+    ("phi", {"qk_layernorm": True}, 2, True, r"layers beside model\.layers\.0\..*q_layernorm\.wei"),
+    ("apertus", {}, 2, False, r"beside model\.layers\.0\.mlp\.act_fn\.alpha_p, but does not say"),
 ]
 
 

@@ -47,7 +47,8 @@ def module_roles(model: Any, tp: int, *, cut_vocab: bool, name: str) -> dict[str
         Module name to role; modules that every rank keeps whole are not in it.
 
     Raises:
-        ModelError: A style that is not supported, heads or sizes that `tp` does not fit.
+        ModelError: A style that is not supported, weights between cut layers that the plan does
+            not name, heads or sizes that `tp` does not fit.
     """
     roles: dict[str, Role] = {}
     if tp == 1:
@@ -62,6 +63,7 @@ def module_roles(model: Any, tp: int, *, cut_vocab: bool, name: str) -> dict[str
         elif style is not None:
             roles[path] = _role(path, style, module, name)
     _refuse_parameter_rules(model, plan, name)
+    _refuse_unplanned(model, roles, name)
     if any(role == "colwise" for role in roles.values()):
         _check_attention_heads(model.config, tp, name)
     for path, role in roles.items():
@@ -125,6 +127,21 @@ def _refuse_parameter_rules(model: Any, plan: dict[str, str], name: str) -> None
                 f"{name}: its tensor-parallel plan asks for {style!r} on the parameter {path}, "
                 "which is not supported: set parallel.tp to 1"
             )
+
+
+def _refuse_unplanned(model: Any, roles: dict[str, Role], name: str) -> None:
+    """Whole weights beside cut layers: they see a rank's own heads or units, and no sum is asked.
+
+    Some plans forget them: norms of query and key, activations with weights.
+    """
+    cut = {path for path, role in roles.items() if role in ("colwise", "rowwise")}
+    for parent in sorted({path.rpartition(".")[0] for path in cut}):
+        for key, _ in model.get_submodule(parent).named_parameters(prefix=parent):
+            if key.rpartition(".")[0] not in roles:
+                raise ModelError(
+                    f"{name}: its tensor-parallel plan cuts the layers beside {key}, but does not "
+                    "say how the ranks sum its gradient: set parallel.tp to 1"
+                )
 
 
 def _check_attention_heads(config: Any, tp: int, name: str) -> None:

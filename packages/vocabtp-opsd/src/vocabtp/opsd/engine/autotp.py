@@ -149,6 +149,9 @@ def _apply(module: Any, layout: Layout) -> Any:
     autotp.mp_group, autotp.mp_size = layout.tp_group, layout.tp
     autotp._resolve_vocab_parallel_lm_head()
     autotp.update_linear_policies()
+    # a model that carries a plan computes by the sizes that its weights have; it would divide
+    # sizes of whole blocks too, such as `embed_dim`, by which some models split their weights
+    autotp.update_mp_params = lambda *_args: None
     autotp._replace_module(module)
     return autotp
 
