@@ -73,6 +73,7 @@ def autotp(rank, world, folder):
         without(*cut, skip("lm_head"), tied=False),
         without(*cut, columns, tied=False),
         without(*summed, kind="gpt2"),
+        without(*summed, kind="flint"),
         without(*cut, lambda held: None),
     ]
     return out
@@ -104,7 +105,7 @@ def test_what_autotp_makes_of_a_model(ranks, tmp_path):
     results = ranks(autotp, 2, tmp_path)
     for result, columns in zip(results, [[0, 19], [19, 37]], strict=True):
         assert [result[key] for key in ("trained", "frozen", "read")] == [columns] * 3
-    norm, nothing, whole, head, other, planless, version = results[0]["refusals"]
+    norm, nothing, whole, head, other, planless, styles, version = results[0]["refusals"]
     q_norm = "model.layers.0.self_attn.q_norm.weight"
     assert norm == f"m: AutoTP does not sum the gradient of {q_norm} over the ranks: " + INSTEAD
     assert nothing is None
@@ -116,4 +117,6 @@ def test_what_autotp_makes_of_a_model(ranks, tmp_path):
     assert "makes LinearLayer of model.layers.0.self_attn.o_proj" in other
     assert version.startswith("parallel.tp_by is autotp, but the AutoTP of DeepSpeed 0.")
     assert planless.startswith("m: carries no tensor-parallel plan")
+    assert styles.startswith("m: AutoTP refuses it: HuggingFace tp_plan contains unsupported")
+    assert styles.endswith(f"'packed_colwise']: {INSTEAD}")
     assert results[0]["refusals"] == results[1]["refusals"]

@@ -114,7 +114,9 @@ def cut(module: Any, layout: Layout, name: str) -> Cut:
         try:
             autotp = _apply(module, layout)
         except (ValueError, NotImplementedError) as error:
-            raise ModelError(f"{name}: AutoTP refuses it: {error}: {_INSTEAD}") from error
+            # further sentences advise what is refused here, such as a plan of one's own
+            reason = str(error).split(". ")[0]
+            raise ModelError(f"{name}: AutoTP refuses it: {reason}: {_INSTEAD}") from error
         except (AttributeError, ImportError, TypeError) as error:
             # much of what is called there has no promise to stay
             raise ConfigError(
