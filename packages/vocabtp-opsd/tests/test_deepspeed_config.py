@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from vocabtp.opsd._deepspeed_keys import PASSED, READ, REFUSALS
 from vocabtp.opsd._deepspeed_keys import SECTIONS as KNOWN
 from vocabtp.opsd.config import load_config
+from vocabtp.opsd.engine.deepspeed_json import complete
 from vocabtp.opsd.errors import ConfigError
+from vocabtp.opsd.parallel import Layout
 
 SECTIONS = {
     "student": {"model_name_or_path": "o/s", "dtype": "bfloat16", "trust_remote_code": False},
@@ -198,6 +200,8 @@ SAME = [
     ({"optimizer": {"params": {"eps": 1e-6}}}, "training.adam_eps", 1e-6),
     ({"bf16": {"enabled": False}}, "student.dtype", "float32"),
     ({"bfloat16": {"enabled": True}}, "student.dtype", "bfloat16"),
+    ({"data_types": {"param_dtype": "fp32"}}, "student.dtype", "float32"),
+    ({"data_types": {"param_dtype": "torch.bfloat16"}}, "student.dtype", "bfloat16"),
     ({"zero_optimization": {"stage": 0}}, "parallel.shard", "none"),
     ({"zero_optimization": {"stage": 1}}, "parallel.shard", "zero2"),
     ({"zero_optimization": {"stage": 3}}, "parallel.shard", "zero3"),
@@ -340,6 +344,7 @@ def test_deepspeed_counts_sequences(load, refusal):
         ({"elasticity": {"enabled": True}}, "elasticity"),
         ({"sparse_gradients": True}, "sparse_gradients"),
         ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
+        ({"data_types": {"param_dtype": "fp16"}}, "data_types.param_dtype"),
         ({"zero_optimization": {"legacy_stage1": True}}, "zero_optimization.legacy_stage1"),
         (
             {"zero_optimization": {"zero_quantized_gradients": True}},
@@ -357,6 +362,10 @@ def test_deepspeed_counts_sequences(load, refusal):
             "scheduler.params.warmup_min_lr",
         ),
         ({"scheduler": {"params": {"warmup_type": "log"}}}, "scheduler.params.warmup_type"),
+        (
+            {"scheduler": {"params": {"last_batch_iteration": 100}}},
+            "scheduler.params.last_batch_iteration",
+        ),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
         ({"zero_optimization": True}, "zero_optimization"),
         ({"optimizer": {"params": [1]}}, "optimizer.params"),
@@ -477,6 +486,112 @@ def test_stages_of_the_deepspeed_engine(load, refusal, tmp_path):
         f"{tmp_path}/ds.json:4: zero_optimization.offload_optimizer is not supported"
     )
     assert load(away).deepspeed_config["zero_optimization"] == away["zero_optimization"]
+
+
+def test_the_students_type_is_said_once(load, refusal, tmp_path):
+    theirs = {"bf16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}}
+    config = load(theirs)
+    assert "data_types" not in config.deepspeed_config
+    again = tmp_path / "again.yaml"
+    again.write_text(config.dump())
+    assert load_config(again, ["student.dtype=float32"]).student.dtype == "float32"
+    theirs["data_types"]["param_dtype"] = "fp32"
+    assert refusal(theirs) == (
+        f"{tmp_path}/ds.json:6: data_types.param_dtype is 'fp32', but student.dtype is 'bfloat16' "
+        f"({tmp_path}/ds.json:3): they are one setting; make them agree or leave one out"
+    )
+
+
+def engine(dtype="bfloat16", stage=0, **training):
+    """Our side of a run with DeepSpeed's engine."""
+    return {
+        "student": {"dtype": dtype},
+        "parallel": {"engine": "deepspeed", "shard": "zero2" if stage else "none"},
+        "training": training,
+    }
+
+
+NORM = {"zero_optimization": {"compute_grad_norm": False}}
+UNTESTED = {"zero_allow_untested_optimizer": False}
+ACCUMULATION = "data_types.grad_accum_dtype"
+
+
+def accumulating(dtype, stage=None):
+    zero = {} if stage is None else {"zero_optimization": {"stage": stage}}
+    return {"data_types": {"grad_accum_dtype": dtype}} | zero
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "line", "message"),
+    [
+        (NORM, engine(), 3, "zero_optimization.compute_grad_norm is false, which DeepSpeed has"),
+        (
+            UNTESTED,
+            engine(stage=2, optimizer="sgd"),
+            2,
+            "zero_allow_untested_optimizer is false, with which DeepSpeed refuses "
+            "training.optimizer sgd at stage 2: leave",
+        ),
+        (
+            {"communication_data_type": "FP16"},
+            engine(),
+            2,
+            "communication_data_type must be fp32 or bf16, got 'FP16': there is no loss scale",
+        ),
+        (
+            {"communication_data_type": "float32"},
+            engine("float32"),
+            2,
+            "communication_data_type must be fp32 or bf16, got 'float32'",
+        ),
+        (accumulating("fp32"), engine(), 3, f"{ACCUMULATION} must be bfloat16 with a bfloat16 st"),
+        (accumulating("fp32", 1), engine(stage=1), 3, f"{ACCUMULATION} must be bfloat16 with a"),
+        (accumulating("fp16"), engine(stage=2), 3, f"{ACCUMULATION} must be bfloat16 or float32"),
+        (accumulating(3), engine(stage=2), 3, f"{ACCUMULATION} must be bfloat16 or float32"),
+        (accumulating("bf16"), engine("float32"), 3, f"{ACCUMULATION} must be float32 with a fl"),
+    ],
+)
+def test_what_would_end_or_lose_gradients_with_deepspeeds_engine(
+    load, refusal, tmp_path, theirs, ours, line, message
+):
+    assert refusal(theirs, ours).startswith(f"{tmp_path}/ds.json:{line}: {message}")
+    # nothing of it is read with the other one
+    torch_engine = ours | {"parallel": {"shard": ours["parallel"]["shard"]}}
+    load(theirs, torch_engine)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "notice"),
+    [
+        (
+            {"communication_data_type": "bf16"},
+            engine("float32"),
+            "communication_data_type 'bf16': gradients are rounded to bfloat16 and summed so over",
+        ),
+        (
+            accumulating("bfloat16"),
+            engine(stage=2),
+            f"{ACCUMULATION} 'bfloat16': gradients of micro-batches add up in bfloat16; left out",
+        ),
+        ({"communication_data_type": "fp32"}, engine(), ""),
+        (accumulating("fp32"), engine(stage=2), ""),
+        (accumulating("torch.float32"), engine("float32"), ""),
+        (accumulating("bfloat16", 1), engine(stage=1), ""),
+        (accumulating("bf16"), engine(), ""),
+        (NORM, engine(stage=2), ""),
+        (UNTESTED, engine(stage=2), ""),
+        (UNTESTED, engine(optimizer="sgd"), ""),
+    ],
+)
+def test_what_rounds_gradients_is_told_and_what_does_not_is_passed_on(
+    load, warned, theirs, ours, notice
+):
+    config = load(theirs | {"gradient_clipping": 1.0}, ours)
+    for key, value in theirs.items():
+        held = config.deepspeed_config[key]
+        assert held == (value if not isinstance(value, dict) else held | value)
+    assert [line.startswith(notice) for line in warned.messages] == [True] * bool(notice)
+    complete(config.for_world(1), Layout())
 
 
 def test_autotp_cuts_where_its_size_is_given(load, refusal, warned, tmp_path):

@@ -26,6 +26,7 @@ from vocabtp.opsd._deepspeed_settings import (
     settings,
     take_over_autotp,
 )
+from vocabtp.opsd._deepspeed_types import check_types
 from vocabtp.opsd._wording import shown
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def take_over(reading: Reading, values: dict[str, Any], where: dict[str, str]) -
                 )
             notices.append(f"{reading.prefix}{setting.theirs} {shown(value)} is not used: {both}")
     check_head(reading, values)
+    notices += check_types(reading, values)
     if find(reading.values, "hybrid_engine.enabled"):
         notices.append(
             f"{reading.prefix}hybrid_engine is not used: answers come from this package's own loop"
@@ -140,7 +142,7 @@ def _rest(values: dict[str, Any]) -> dict[str, Any]:
         held = find(out, above[0]) if above else out
         if isinstance(held, dict):
             held.pop(key, None)
-    owned = {"bf16": ["enabled"]}
+    owned = {"bf16": ["enabled"], "data_types": ["param_dtype"]}
     # stage 1 has no name of its own among ours
     if find(out, "zero_optimization.stage") != 1:
         owned["zero_optimization"] = ["stage"]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from vocabtp.opsd._deepspeed_file import Reading
 from vocabtp.opsd._deepspeed_keys import find
+from vocabtp.opsd._deepspeed_types import student_dtype
 from vocabtp.opsd._fields import numeric_string
 from vocabtp.opsd._wording import shown
 
@@ -68,6 +69,7 @@ def settings(values: dict[str, Any]) -> list[Setting]:
         Setting("scheduler.params.warmup_max_lr", "training.learning_rate", _same),
         Setting("scheduler.params.warmup_num_steps", "training.warmup_steps", _same),
         Setting("bf16.enabled", "student.dtype", lambda on: "bfloat16" if on else "float32"),
+        Setting("data_types.param_dtype", "student.dtype", student_dtype),
         Setting("zero_optimization.stage", "parallel.shard", _stage),
         Setting("tensor_parallel.autotp_size", "parallel.tp", lambda n: 1 if n == 0 else n),
     ]
@@ -139,6 +141,12 @@ def schedule_notices(reading: Reading, values: dict[str, Any]) -> list[str]:
                 f"scheduler.params.{key}",
                 f"must be 0, got {shown(params[key])}: the learning rate starts and ends at 0",
             )
+    if (last := params.get("last_batch_iteration", -1)) != -1:
+        raise reading.error(
+            "scheduler.params.last_batch_iteration",
+            f"must be -1, got {shown(last)}: the schedule begins with the run, and a resumed run "
+            "goes on at its own step",
+        )
     if (shape := params.get("warmup_type", "linear")) != "linear":
         raise reading.error(
             "scheduler.params.warmup_type", f"must be linear, got {shown(shape)}: warm-up is linear"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from vocabtp.opsd._deepspeed_types import dtype_named
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.errors import ConfigError
 from vocabtp.opsd.parallel import Layout
@@ -97,7 +98,9 @@ def complete(config: Config, layout: Layout) -> dict[str, Any]:
             own = _section(out, "data_types")
             dtype = own.get("grad_accum_dtype") or "fp32"
             out["data_types"] = {**own, "grad_accum_dtype": dtype}
-        elif _section(out, "data_types").get("grad_accum_dtype") not in (None, "bf16"):
+        elif (
+            dtype_named(_section(out, "data_types").get("grad_accum_dtype") or "bf16") != "bfloat16"
+        ):
             raise ConfigError(
                 f"deepspeed_config: data_types.grad_accum_dtype has to be bf16 with ZeRO stage "
                 f"{stage} and a bfloat16 student: leave it out, or take stage 2"
