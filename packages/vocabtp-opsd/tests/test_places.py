@@ -54,3 +54,9 @@ def test_models_that_autotp_would_guess_about():
         check_layout(section, config, "student", 2, True, "plan")
         with pytest.raises(ModelError, match=rf"^student 'o/s': .*{reason}.*tp_by to plan"):
             check_layout(section, config, "student", 2, True, "autotp")
+
+
+@pytest.mark.parametrize(("size", "parts"), [(10, 3), (5, 4), (9, 6), (2, 5)])
+def test_even_sizes_are_those_of_chunk(size, parts):
+    made = tuple(len(part) for part in torch.arange(size).chunk(parts))
+    assert even_sizes(size, parts) == made + (0,) * (parts - len(made))

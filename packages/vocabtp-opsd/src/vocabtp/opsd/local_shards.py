@@ -3,7 +3,7 @@
 The model is built without memory, cut by its plan, and then each cut or whole tensor is read from
 the safetensors files where this rank needs it. On the host a rank needs its share of the model and,
 for a moment, the pages of one tensor; never the whole model. Where data-parallel ranks shard the
-model further, one of their units at a time is read and cut.
+model further, that share is their part of it: no tensor is made whole first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from vocabtp.opsd.engine.places import even_sizes, place_of
@@ -107,6 +107,9 @@ def fill(
     layout: Layout,
     name: str,
     within: nn.Module | None = None,
+    *,
+    rounded: torch.dtype | None = None,
+    on_host: bool = False,
 ) -> None:
     """Read this rank's part of every weight that has no memory yet; no collectives.
 
@@ -117,6 +120,9 @@ def fill(
         layout: This process's place.
         name: What errors call the model.
         within: A module of the model, to fill that alone; None for all of it.
+        rounded: The type that values of parameters pass through, where they are stored in a wider
+            one.
+        on_host: Parameters stay in host memory; buffers go to the device.
 
     Raises:
         ModelError: A file changed or went away since its header was read.
@@ -135,8 +141,11 @@ def fill(
         for tensors, key, tensor in held:
             if id(tensor) not in done:
                 place = places[f"{path}.{key}" if path else key]
+                trained = isinstance(tensor, nn.Parameter)
+                device = torch.device("cpu") if trained and on_host else layout.device
+                through = rounded if trained else None
                 try:
-                    done[id(tensor)] = (tensor, _filled(tensor, place, layout.device))
+                    done[id(tensor)] = (tensor, _filled(tensor, place, device, through))
                 except (OSError, SafetensorError, IndexError) as error:
                     raise ModelError(
                         f"{name}: cannot read {place.key} in {place.file}: {error}"
@@ -191,22 +200,18 @@ def _why_whole(
     return None
 
 
-def _filled(tensor: Tensor, place: Stored, device: torch.device) -> Tensor:
-    cut, local = _own_part(tensor)
-    out = torch.empty(local.shape, dtype=local.dtype, device=device)
+def _filled(
+    tensor: Tensor, place: Stored, device: torch.device, rounded: torch.dtype | None
+) -> Tensor:
+    contiguous = torch.contiguous_format
+    out = torch.empty_like(tensor.detach(), device=device, memory_format=contiguous)
+    local = out.to_local() if isinstance(out, DTensor) else out
+    cut = _own_part(tensor)
     # opened for each tensor: the pages that were read leave the memory of this process
     with safe_open(place.file, framework="pt") as reader, torch.no_grad():
-        whole = reader.get_tensor(place.key) if not cut else reader.get_slice(place.key)[cut]
-        out.copy_(whole)
-    if isinstance(tensor, DTensor):
-        out = DTensor.from_local(
-            out,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        own = reader.get_slice(place.key)[cut] if cut else reader.get_tensor(place.key)
+        assert own.shape == local.shape
+        local.copy_(own if rounded in (None, local.dtype) else own.to(rounded))
     if not isinstance(tensor, nn.Parameter):
         return out
     filled = nn.Parameter(out, tensor.requires_grad)
@@ -215,18 +220,19 @@ def _filled(tensor: Tensor, place: Stored, device: torch.device) -> Tensor:
     return filled
 
 
-def _own_part(tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
-    """Where this rank's part is in the whole tensor, and what it looks like."""
+def _own_part(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part is in the whole tensor."""
     if (known := place_of(tensor)) is not None:
-        return known.own, tensor
+        return known.own
     cut = [slice(0, size) for size in tensor.shape]
-    if not isinstance(tensor, DTensor):
-        return tuple(cut), tensor
-    (placement,) = tensor.placements
-    assert isinstance(placement, Shard)
-    local = tensor.to_local()
-    dim, rank = placement.dim, tensor.device_mesh.get_local_rank()
-    sizes = even_sizes(tensor.shape[dim], tensor.device_mesh.size())
-    assert local.shape[dim] == sizes[rank]
-    cut[dim] = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    return tuple(cut), local
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        # the last dimension of the mesh cuts first: data-parallel ranks share its parts further
+        for axis in reversed(range(mesh.ndim)):
+            # for a dimension that is cut twice, a strided shard is one of its cuts
+            dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
+            start, size = cut[dim].start, cut[dim].stop - cut[dim].start
+            sizes, rank = even_sizes(size, mesh.size(axis)), mesh.get_local_rank(axis)
+            start += sum(sizes[:rank])
+            cut[dim] = slice(start, start + sizes[rank])
+    return tuple(cut)

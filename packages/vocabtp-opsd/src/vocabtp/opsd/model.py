@@ -321,10 +321,14 @@ def place_model(
         if cut_vocab:
             module.generate = _blocked_generate
 
+    # how copies that share the weights keep them
+    shared = {"rounded": module.get_output_embeddings().weight.dtype, "on_host": offload}
+    options: dict[str, Any] = shared if layout.sharded else {}
+
     def read(unit: nn.Module) -> None:
         if skeleton is not None:
             with layout.together():
-                fill(module, skeleton.places, layout, name, unit)
+                fill(module, skeleton.places, layout, name, unit, **options)
 
     if layout.mesh is None or not layout.sharded:
         read(module)
@@ -338,13 +342,13 @@ def place_model(
     else:
         shard = VocabShard(0, weight.shape[0], weight.shape[0], None)
     if layout.mesh is not None and layout.sharded:
-        # to the device too, one layer at a time
+        # to the device too, one part at a time
         shard_module(
             module,
             layout.mesh["dp"],
             free=layout.shard == "zero3",
             name=name,
-            fill=read,
+            fill=None if skeleton is None else read,
             offload=offload,
         )
     return LanguageModel(module=module, shard=shard, layout=layout, name=name)

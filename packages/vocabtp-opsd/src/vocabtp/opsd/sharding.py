@@ -75,8 +75,8 @@ def shard_module(
         mesh: The one-dimensional mesh of the data-parallel ranks, two or more.
         free: zero3; otherwise zero2.
         name: What errors call the model.
-        fill: Gives a unit its weights, if the module has none yet; called just before the unit's
-            parts are taken, so that one unit at a time is whole.
+        fill: Gives a unit this rank's parts of its weights, if the module is on the meta device;
+            called when it is known what they are, so that no weight is ever whole.
         offload: Keep the parts in host memory. A unit's part is copied to the device when the unit
             is gathered.
 
@@ -101,8 +101,6 @@ def shard_module(
     # nothing to pin, where the device is the host
     away = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for unit in [*decoder_layers(module), module]:
-        if fill is not None:
-            fill(unit)
         if widen:
             _widen(unit)
         # the root's parameters serve the end of the forward and the start of the backward
@@ -113,6 +111,10 @@ def shard_module(
             mp_policy=policy,
             offload_policy=away,
         )
+        if fill is not None:
+            fill(unit)
+            # loads nothing, but after a load FSDP takes its parameters anew, and pads them
+            unit.load_state_dict({}, strict=False)
     for unit in _units(module):
         # a sum: losses are divided by the tokens of all ranks. gloo knows no scaled reduction
         unit.set_gradient_divide_factor(1.0)

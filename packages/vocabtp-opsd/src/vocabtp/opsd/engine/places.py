@@ -96,9 +96,9 @@ class Place:
 
 
 def even_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Of the parts that `torch.chunk` makes, none of them empty."""
+    """Of the parts that `torch.chunk` makes; 0 for those that it does not make."""
     width = -(-size // parts)
-    return tuple(min(width, size - width * i) for i in range(parts))
+    return tuple(max(0, min(width, size - width * i)) for i in range(parts))
 
 
 def place_of(tensor: Tensor) -> Place | None:
