@@ -141,9 +141,9 @@ def fill(
         for tensors, key, tensor in held:
             if id(tensor) not in done:
                 place = places[f"{path}.{key}" if path else key]
-                trained = isinstance(tensor, nn.Parameter)
-                device = torch.device("cpu") if trained and on_host else layout.device
-                through = rounded if trained else None
+                parameter = isinstance(tensor, nn.Parameter)
+                device = torch.device("cpu") if parameter and on_host else layout.device
+                through = rounded if parameter else None
                 try:
                     done[id(tensor)] = (tensor, _filled(tensor, place, device, through))
                 except (OSError, SafetensorError, IndexError) as error:
