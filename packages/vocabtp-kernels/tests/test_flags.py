@@ -63,10 +63,10 @@ def logprobs(ids, **options):
 
 def test_it_is_known_before_the_logits_are_read(log):
     logprobs(GOOD)
-    assert log == ["resolve_kernel", "settled", "token_stats_kernel", "finish_tokens_kernel"]
+    assert log == ["codes_kernel", "settled", "token_stats_kernel", "finish_tokens_kernel"]
     log.clear()
     logprobs(BAD)
-    assert log[:4] == ["wait", "down", "given", "resolve_kernel"]
+    assert log[:4] == ["wait", "down", "given", "codes_kernel"]
     log.clear()
     with pytest.raises(ValueError, match=r"got 50 at position \[1\]; 1 of 3 rows"):
         vk.entropy(X)
@@ -75,7 +75,7 @@ def test_it_is_known_before_the_logits_are_read(log):
 
 def test_validation_waits_for_the_ids_alone(log):
     vk.logprobs(X, GOOD, validate_ids=True)
-    assert log[:2] == ["resolve_kernel", "settled"]
+    assert log[:2] == ["codes_kernel", "settled"]
     assert log[-3:] == ["wait", "down", "given"]
     with pytest.raises(ValueError, match=r"got 50 at position \[1\]; 1 of 3 rows"):
         vk.logprobs(X, BAD, validate_ids=True)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import vocabtp.kernels as vk
@@ -78,3 +78,43 @@ def test_temporaries_do_not_grow_with_rows(name, monkeypatch):
     assert budget / 4 < peaks[0]
     assert peaks[1] <= budget + 600 * 256
     assert peaks[1] - peaks[0] < 300 * 256
+
+
+class OneRank:
+    """An exchange that reduces in place, as one over a process group does."""
+
+    def gather(self, x):
+        return x.unsqueeze(0)
+
+    def sum(self, x):
+        return x
+
+
+@pytest.mark.parametrize("op", [vk.logprobs, vk.logprobs_and_entropy])
+@pytest.mark.parametrize("exchange", [None, OneRank()], ids=["whole", "sharded"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_ids_cost_triton_no_memory_of_their_own(op, exchange, cut, interpreter, monkeypatch):
+    """Besides inputs, outputs and gradients a row has at most 64 fp32 numbers."""
+    from vocabtp.kernels._triton import launch
+
+    run = launch.run
+
+    def uncounted(*args, **options):
+        # the interpreter works on copies of what a kernel is given
+        with _disable_current_modes():
+            run(*args, **options)
+
+    monkeypatch.setattr(launch, "run", uncounted)
+    rows, number = 4, 96
+    s = torch.randn(2, rows // 2, 500).requires_grad_()
+    index = torch.randint(0, 500, (2, rows // 2 + cut, number))[:, cut:]
+    options = {} if exchange is None else {"exchange": exchange}
+    upstream = [torch.ones(index.shape), torch.ones(index.shape[:2])]
+    gc.collect()
+    with vk.backend("triton"), Live() as live:
+        out = op(s, index, validate_ids=False, **options)
+        out = out if isinstance(out, tuple) else (out,)
+        held = sum(x.nbytes for x in out)
+        assert live.peak - held <= rows * 64 * 4
+        (grad,) = torch.autograd.grad(out, s, upstream[: len(out)])
+        assert live.peak - held - grad.nbytes <= rows * 64 * 4

@@ -7,7 +7,7 @@ import torch
 
 from vocabtp.kernels import LOCAL, _eager, _stats
 from vocabtp.kernels._ids import Bounds
-from vocabtp.kernels._rows import as_rows
+from vocabtp.kernels._rows import as_id_rows, as_rows
 
 INF, NAN = float("inf"), float("nan")
 F32 = torch.float32
@@ -21,7 +21,14 @@ def stats_of(kind, s, t):
     none = torch.empty(s.shape[0], 0, dtype=torch.int64)
     bounds = Bounds(-100, 0, s.shape[1])
     shard = _eager.token_stats(
-        as_rows(s), none, bounds, F32, 1.3, entropy=kind == "entropy", merged=True, watch=None
+        as_rows(s),
+        as_id_rows(none),
+        bounds,
+        F32,
+        1.3,
+        entropy=kind == "entropy",
+        merged=True,
+        watch=None,
     )
     return _stats.ShardStats(*(part[0] for part in shard.stats))
 

@@ -218,16 +218,16 @@ def test_operators_are_what_they_say(operator, clip):
 def test_token_operators_are_what_they_say(operator, columns):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 11, generator=g)
-    ids = None if columns is None else torch.randint(0, 11, (6, columns), generator=g)
+    ids = None if columns is None else torch.randint(0, 11, (2, 3, columns), generator=g)
     options = [1.7, -100, 0, 11, True, "local:", "auto", "a test"]
     for form in (operator.plain, operator.sharded):
         torch.library.opcheck(form, (logits.clone().requires_grad_(), ids, *options))
         # CUDA graphs would overwrite what a report of bad ids needs
         unsafe = torch.Tag.cudagraph_unsafe in form._opoverload.tags
         assert unsafe == (ids is not None)
-    values, entropies, *saved = operator.plain(logits, ids, *options)
+    values, entropies, stats = operator.plain(logits, ids, *options)
     grads = [torch.ones_like(x) if x.numel() else None for x in (values, entropies)]
-    torch.library.opcheck(operator.gradient, (*grads, logits, *saved, *options))
+    torch.library.opcheck(operator.gradient, (*grads, logits, ids, stats, *options))
 
 
 def test_a_bad_id_raises_when_the_graph_runs():

@@ -131,6 +131,40 @@ def test_nothing_of_the_logits_size_is_allocated(call, width, device):
     assert both <= rows * 64 * 4 + 64 * 512
 
 
+class OneRank:
+    """An exchange that reduces in place, as one over a process group does."""
+
+    def gather(self, x):
+        return x.unsqueeze(0)
+
+    def sum(self, x):
+        return x
+
+
+@pytest.mark.parametrize("number", [1, 2, 256, 1024])
+@pytest.mark.parametrize("op", [vk.logprobs, vk.logprobs_and_entropy])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ids_cost_no_memory_of_their_own(op, number, sharded, device):
+    rows, width = 512, 20_000
+    leaf = sides(rows, width, device, torch.bfloat16)[0].requires_grad_()
+    index = torch.randint(0, width, (4, rows // 4 + 1, number), device=device)[:, 1:]
+    up = torch.randn(rows, number, device=device).view(index.shape)
+    exchange = {"exchange": OneRank()} if sharded else {}
+    for _ in range(2):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        values = op(leaf.view(4, -1, width), index, **exchange)
+        values = values if isinstance(values, tuple) else (values,)
+        out = sum(v.nbytes for v in values)
+        forward = torch.accelerator.max_memory_allocated() - before - out
+        upstream = (up, torch.ones_like(up[..., 0]))[: len(values)]
+        (grad,) = torch.autograd.grad(values, leaf, upstream)
+        both = torch.accelerator.max_memory_allocated() - before - out - grad.nbytes
+        del values, grad
+    assert max(forward, both) <= rows * 64 * 4 + 64 * 512
+
+
 def test_tensors_of_another_device_than_the_current_one(call, device):
     """The last device's, while the first is the current one; two where there are two."""
     g = torch.Generator().manual_seed(0)
@@ -169,3 +203,26 @@ def test_many_ids(device):
     vk.logprobs(leaf, index).backward(up)
     (right,) = reference.gradients(reference.logprobs, [s], [up], index=index)
     torch.testing.assert_close(leaf.grad.double(), right, rtol=2.0**-8, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("number", [2, 40, 256, 700])
+@pytest.mark.parametrize("op", [vk.logprobs, vk.logprobs_and_entropy])
+def test_a_row_with_many_ids_has_the_same_bits_in_any_company(op, number, dtype, device):
+    """On either side of where few rows are spread over the chip."""
+    rows, width = 2_000, 5_001
+    s, _ = sides(rows, width, device, dtype)
+    index = torch.randint(0, 600, (rows, number), device=device)
+    index[:, 1::7] = -100
+    up = torch.randn(rows, number, device=device), torch.randn(rows, device=device)
+
+    def of(some):
+        leaf = s[some].clone().requires_grad_()
+        out = op(leaf, index[some], temperature=1.3)
+        out = out if isinstance(out, tuple) else (out,)
+        return (*out, *torch.autograd.grad(out, leaf, [x[some] for x in up[: len(out)]]))
+
+    many = of(slice(None))
+    for some in (slice(3, 4), slice(100, 200), slice(None, None, 2)):
+        for one, all_ in zip(of(some), many, strict=True):
+            assert torch.equal(one, all_[some])

@@ -59,6 +59,26 @@ def test_ids_of_every_dtype_and_layout(dtype):
     ids = (torch.arange(12, dtype=dtype) % 70).view(4, 3)
     for index in (ids.t(), ids.t()[:, 1:], ids[0], ids[:1].t().expand(3, 4)):
         same(both(lambda leaf, index=index: vk.logprobs(leaf, index), x))
+    x = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(0))
+    many = (torch.arange(48, dtype=torch.int64) * 5 % 70).to(dtype).view(2, 3, 4, 2)
+    for index in (
+        many[..., 0],
+        many[:, :, 1:3, 1],
+        many.transpose(0, 2)[:2, :, :, 0],
+        many[..., 1, 0],
+    ):
+        same(both(lambda leaf, index=index: vk.logprobs_and_entropy(leaf, index), x))
+
+
+def test_ids_are_an_input_that_the_backward_reads_again():
+    """As torch's own ops do; a copy of K ids a row would be three numbers an id."""
+    x, ids = logits().requires_grad_(), torch.tensor([3, 4, 5])
+    for name in ("triton", "eager"):
+        with vk.backend(name):
+            value = vk.logprobs(x, ids)
+            ids += 1
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                value.sum().backward()
 
 
 @pytest.mark.parametrize("ignore", [-100, 7, 2**40])
@@ -73,6 +93,21 @@ def test_what_is_ignored(ignore):
         leaf = x.requires_grad_()
         vk.logprobs(leaf, ids, ignore_index=ignore).sum().backward()
     assert (leaf.grad[:2] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+@pytest.mark.parametrize("ignore", [2**40 + 3, 3 - 2**33])
+def test_an_ignored_id_that_ends_like_a_token(ignore, backend):
+    x = logits()
+    ids = torch.tensor([[3, ignore, 3], [ignore, ignore, 4], [ignore, 3, 3]])
+    up = torch.tensor([[1.0, 5.0, 2.0], [7.0, NAN, 1.0], [NAN, 1.0, 0.5]])
+    leaf = x.clone().requires_grad_()
+    with vk.backend(backend):
+        vk.logprobs(leaf, ids, ignore_index=ignore).backward(up)
+    tokens = ids.where(ids != ignore, -100)
+    asked = [up.where(ids != ignore, 0.0)]
+    (right,) = reference.gradients(reference.logprobs, [x], asked, index=tokens)
+    torch.testing.assert_close(leaf.grad.double(), right, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("bad", [70, -1, 2**40, -(2**62)])

@@ -129,8 +129,11 @@ class GroupExchange:
         return all_gather(x, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Elementwise sum over ranks."""
-        return all_sum(x, self.group)
+        """Elementwise sum over ranks, in place where `x` is contiguous."""
+        x = x.detach().contiguous()
+        if group_size(self.group) > 1 and x.numel():
+            dist.all_reduce(x, group=self.group)
+        return x
 
 
 _KIND = "group"

@@ -33,7 +33,7 @@ class Implementation(Protocol):
     def token_stats(
         self,
         logits: Rows,
-        ids: Tensor,
+        ids: Rows,
         bounds: Bounds,
         dtype: torch.dtype,
         temperature: float,
@@ -42,7 +42,7 @@ class Implementation(Protocol):
         merged: bool,
         watch: Watch | None,
     ) -> TokenShard:
-        """`(m; S; bad id)` or `(m; S, W; bad id)`, and what `ids` `[N, K]` choose.
+        """`(m; S; bad id)` or `(m; S, W; bad id)`, and what ids, K a row, choose.
 
         Statistics are `[P, *, N]` of P parts of the row, of one if `merged`. `watch` is there if
         this shard's bad ids are all there are.
@@ -53,7 +53,8 @@ class Implementation(Protocol):
         self,
         stats: ShardStats,
         chosen: Tensor,
-        columns: Tensor,
+        ids: Rows,
+        bounds: Bounds,
         temperature: float,
         *,
         entropy: bool,
@@ -61,7 +62,8 @@ class Implementation(Protocol):
     ) -> TokenValues:
         """Merges `[P, *, N]`, of parts or of ranks, and finishes; `chosen` are all ranks'.
 
-        In rows with a bad id anywhere the columns of ids that are not ignored become BAD.
+        Log-probabilities are written where `chosen` is: 0 for an ignored id, NaN for the others of
+        a row with a bad id anywhere.
         """
         ...
 
@@ -69,7 +71,8 @@ class Implementation(Protocol):
         self,
         logits: Rows,
         stats: Tensor,
-        columns: Tensor,
+        ids: Rows,
+        bounds: Bounds,
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
         out: Tensor,
@@ -77,9 +80,9 @@ class Implementation(Protocol):
     ) -> None:
         """`sum_k w_k (onehot_k - p) - w_h p (log p + H)`, w the upstream gradients over T.
 
-        `stats` `[2 or 3, N]` are m, S and W of `finish_tokens`. Where every upstream gradient of
-        a row is 0, and in rows without support, it is exactly 0; a BAD id is NaN where its
-        upstream gradient is not 0.
+        `stats` `[3 or 4, N]` are those of `finish_tokens`. Where every upstream gradient of a row
+        is 0, and in rows without support, it is exactly 0. A row with a bad id is NaN if an
+        upstream gradient of an id that is not ignored is not 0.
         """
         ...
 

@@ -96,7 +96,7 @@ def token_call(
     vocab_size: object,
     validate_ids: object,
 ) -> tuple[Tensor, Tensor, TokenOptions]:
-    """Check the arguments of the two ops that take ids; ids come back as `[N, K]`."""
+    """Check the arguments of the two ops that take ids; ids come back as `[..., K]`."""
     begin()
     checked = checks.logits(caller, "logits", logits)
     ids = checks.index(caller, index, checked)
@@ -130,7 +130,7 @@ def token_call(
 
 
 def logprobs(logits: Tensor, ids: Tensor, options: TokenOptions) -> Tensor:
-    """`[N, K]` for ids `[N, K]`."""
+    """`[N, K]` for ids `[..., K]`."""
     if torch.compiler.is_compiling():
         return _token_operator(tokens.LOGPROBS, logits, ids, options)[0]
     values: Tensor = call(Logprobs, logits, ids, _token_spec(logits, options))
@@ -148,7 +148,7 @@ def entropy(logits: Tensor, options: TokenOptions) -> Tensor:
 def logprobs_and_entropy(
     logits: Tensor, ids: Tensor, options: TokenOptions
 ) -> tuple[Tensor, Tensor]:
-    """`[N, K]` for ids `[N, K]`, and `[N]`."""
+    """`[N, K]` for ids `[..., K]`, and `[N]`."""
     if torch.compiler.is_compiling():
         values, entropies, *_ = _token_operator(tokens.LOGPROBS_AND_ENTROPY, logits, ids, options)
     else:
@@ -162,8 +162,8 @@ def _token_spec(logits: Tensor, options: TokenOptions) -> TokenSpec:
 
 def _token_operator(
     operator: Operator, logits: Tensor, ids: Tensor | None, options: TokenOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values: tuple[Tensor, Tensor, Tensor, Tensor] = operator(
+) -> tuple[Tensor, Tensor, Tensor]:
+    values: tuple[Tensor, Tensor, Tensor] = operator(
         logits,
         ids,
         options["temperature"],

@@ -18,8 +18,8 @@ class Exchange(Protocol):
     """How the ranks that share one vocabulary put their statistics together.
 
     Every rank calls the same methods in the same order with tensors of the same shape and dtype,
-    whatever the width of its shard. Neither method is differentiated, neither may write to its
-    argument, and both run outside autocast.
+    whatever the width of its shard. Neither method is differentiated, and both run outside
+    autocast.
 
     Inside torch.compile an exchange is known by its identity: another object recompiles, and one
     that was compiled with lives as long as the process. So it has to be made outside of the
@@ -27,11 +27,18 @@ class Exchange(Protocol):
     """
 
     def gather(self, x: Tensor) -> Tensor:
-        """Stack `x` `[*]` of all ranks to `[R, *]`, in rank order, the same on all ranks."""
+        """Stack `x` `[*]` of all ranks to `[R, *]`, in rank order, the same on all ranks.
+
+        Must not write to `x`.
+        """
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """Add `x` `[*]` over all ranks; each element is nonzero on one rank at most."""
+        """Add `x` `[*]` over all ranks; each element is nonzero on one rank at most.
+
+        `x` is given up and may be written to, and the result is written to: it is `x` itself, as
+        of a reduction in place, or a tensor that no other rank and nobody else has.
+        """
         ...
 
 

@@ -17,11 +17,6 @@ from torch import Tensor
 
 from vocabtp.kernels import _flags
 
-# what a column below 0 means
-ELSEWHERE = -1  # a token of another rank's shard
-IGNORED = -2
-BAD = -3
-
 # integers up to here survive fp32
 _EXACT = 2**24
 

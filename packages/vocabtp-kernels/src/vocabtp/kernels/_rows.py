@@ -17,7 +17,7 @@ from torch import Tensor
 class Rows:
     """N rows of L columns over the memory of a tensor."""
 
-    blocks: Tensor  # [outer, inner, L], unit stride along L
+    blocks: Tensor  # [outer, inner, L], unit stride along L but for those of `as_id_rows`
 
     @property
     def num_rows(self) -> int:
@@ -70,6 +70,20 @@ def as_rows(tensor: Tensor) -> Rows:
     (outer, stride_outer), (inner, stride_inner) = [(1, 0)] * (2 - len(lead)) + lead
     # one column may lie at any stride: nothing steps along it
     return Rows(tensor.as_strided((outer, inner, cols), (stride_outer, stride_inner, 1)))
+
+
+def as_id_rows(ids: Tensor) -> Rows:
+    """View `ids` `[..., K]` as rows of K ids at any stride, copied only like `as_rows` does."""
+    number = ids.shape[-1]
+    if ids.numel() == 0:
+        return Rows(ids.new_empty(1, ids.shape[:-1].numel(), number))
+    lead = _collapse(ids.shape[:-1], ids.stride()[:-1])
+    if len(lead) > 2:
+        ids = ids.contiguous()
+        lead = _collapse(ids.shape[:-1], ids.stride()[:-1])
+    (outer, stride_outer), (inner, stride_inner) = [(1, 0)] * (2 - len(lead)) + lead
+    step = ids.stride(-1)
+    return Rows(ids.as_strided((outer, inner, number), (stride_outer, stride_inner, step)))
 
 
 def _collapse(shape: torch.Size, strides: tuple[int, ...]) -> list[tuple[int, int]]:

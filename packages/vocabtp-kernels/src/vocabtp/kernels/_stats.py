@@ -40,8 +40,7 @@ class TokenShard(NamedTuple):
     """What a rank knows of the tokens that it was asked for."""
 
     stats: ShardStats  # `[P, *, N]` of P parts of each row
-    columns: Tensor  # [N, K] int32: a column of this shard, or one of the codes of `_ids`
-    chosen: Tensor  # [N, K] the logits there, 0 where the column is < 0
+    chosen: Tensor  # [N, K] the logits at the ids' columns, 0 for what is no column of this shard
 
 
 class TokenValues(NamedTuple):
@@ -49,7 +48,7 @@ class TokenValues(NamedTuple):
 
     logprobs: Tensor  # [N, K]
     entropies: Tensor | None  # [N]
-    stats: Tensor  # [2 or 3, N]: m, S and W of the whole vocabulary
+    stats: Tensor  # [3 or 4, N]: m and S, whether an id anywhere is bad, W
 
 
 def gather(parts: ShardStats, exchange: Exchange) -> ShardStats:

@@ -130,7 +130,7 @@ def pair(caller: str, student: object, teacher: object) -> tuple[Tensor, Tensor]
 
 
 def index(caller: str, value: object, of: Tensor) -> Tensor:
-    """Integer ids `[...]` or `[..., K]` for logits `[..., L]`, on their device; as `[N, K]`."""
+    """Integer ids `[...]` or `[..., K]` for logits `[..., L]`, on their device; as `[..., K]`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{caller}: index must be a tensor, got {type(value).__name__}")
     if value.dtype not in _IDS:
@@ -145,5 +145,5 @@ def index(caller: str, value: object, of: Tensor) -> Tensor:
         raise ValueError(
             f"{caller}: index must be where the logits are, got {value.device} and {of.device}"
         )
-    rows = math.prod(lead)  # numel() would make torch.compile fix the number of rows
-    return value.resolve_neg().reshape(rows, 1 if value.shape == lead else value.shape[-1])
+    value = value.resolve_neg()
+    return value.unsqueeze(-1) if value.shape == lead else value

@@ -46,7 +46,7 @@ def logprobs(
     Args:
         logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
         index: ids of the whole vocabulary, `[...]` or `[..., K]`, where the logits are; int64,
-            int32, int16, int8 or uint8.
+            int32, int16, int8 or uint8. The backward reads them again.
         ignore_index: an id that asks nothing: its value is 0 and it has no gradient.
         temperature: 1e-37 to 1e37.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.

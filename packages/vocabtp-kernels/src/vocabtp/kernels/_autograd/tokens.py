@@ -10,36 +10,35 @@ from torch import Tensor
 from vocabtp.kernels import _flags, _ids, _stats
 from vocabtp.kernels._autograd.function import Ctx, once, plain
 from vocabtp.kernels._exchange import LOCAL
-from vocabtp.kernels._rows import as_rows
+from vocabtp.kernels._rows import Rows, as_id_rows, as_rows
 from vocabtp.kernels._spec import TokenSpec
 from vocabtp.kernels._stats import TokenValues
 
 
 class Saved(NamedTuple):
-    """What a backward needs; of its own memory each, but for the logits."""
+    """What a backward needs: the inputs, and a few numbers a row."""
 
     logits: Tensor
-    columns: Tensor  # [N, K] int32
-    stats: Tensor  # [2 or 3, N]
+    ids: Tensor | None  # [..., K]
+    stats: Tensor  # [3 or 4, N]
 
 
 def forward(
     logits: Tensor, ids: Tensor | None, spec: TokenSpec, *, entropy: bool
 ) -> tuple[TokenValues, Saved]:
-    """Values for ids `[N, K]`, entropies or both, and what `backward` needs."""
+    """Values for ids `[..., K]`, entropies or both, and what `backward` needs."""
     with plain(logits.device):
         rows, impl = as_rows(logits), spec.implementation
-        if ids is None:
-            ids = torch.empty(rows.num_rows, 0, dtype=torch.int64, device=logits.device)
+        id_rows = _id_rows(ids, rows)
         watch, report = None, None
-        if ids.shape[1]:
+        if id_rows.num_cols:
             report = _ids.Report(spec.name, tuple(logits.shape[:-1]), spec.bounds)
             if not spec.at_once or _flags.raised_by(logits.device):
                 watch = _ids.Watch(report, logits.device)
         alone = spec.exchange is LOCAL
-        (stats, columns, chosen) = impl.token_stats(
+        stats, chosen = impl.token_stats(
             rows,
-            ids,
+            id_rows,
             spec.bounds,
             spec.dtype(logits),
             spec.temperature,
@@ -55,14 +54,22 @@ def forward(
         values = impl.finish_tokens(
             stats,
             chosen,
-            columns,
+            id_rows,
+            spec.bounds,
             spec.temperature,
             entropy=entropy,
             watch=None if alone else watch,
         )
         if watch is not None:
             watch.close(now=spec.at_once)
-    return values, Saved(logits, columns, values.stats)
+    return values, Saved(logits, ids, values.stats)
+
+
+def _id_rows(ids: Tensor | None, logits: Rows) -> Rows:
+    """`ids`, or none of each row."""
+    if ids is None:
+        ids = torch.empty(logits.num_rows, 0, dtype=torch.int64, device=logits.device)
+    return as_id_rows(ids)
 
 
 def backward(
@@ -71,13 +78,15 @@ def backward(
     """The gradient to the logits, in their dtype and contiguous; None if nobody asks."""
     if grad_logprobs is None and grad_entropy is None:
         return None
-    logits, columns, stats = saved
+    logits, ids, stats = saved
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     with plain(logits.device):
+        rows = as_rows(logits)
         spec.implementation.token_grad(
-            as_rows(logits),
+            rows,
             stats,
-            columns,
+            _id_rows(None if grad_logprobs is None else ids, rows),
+            spec.bounds,
             _resolved(grad_logprobs),
             _resolved(grad_entropy),
             out.view(stats.shape[1], logits.shape[-1]),
@@ -92,7 +101,7 @@ def _resolved(upstream: Tensor | None) -> Tensor | None:
 
 def _keep(ctx: Ctx, saved: Saved, spec: TokenSpec) -> None:
     ctx.spec = spec
-    ctx.save_for_backward(*saved)
+    ctx.save_for_backward(*saved)  # type: ignore[arg-type] # None is one of them
     ctx.set_materialize_grads(False)
 
 
@@ -103,7 +112,7 @@ def _backward(ctx: Ctx, lp: Tensor | None, h: Tensor | None) -> Tensor | None:
 
 
 class Logprobs(torch.autograd.Function):
-    """log p at `index` `[N, K]`; the value is `[N, K]`."""
+    """log p at `index` `[..., K]`; the value is `[N, K]`."""
 
     @staticmethod
     def forward(ctx: Ctx, logits: Tensor, index: Tensor, spec: TokenSpec) -> Tensor:

@@ -22,10 +22,13 @@ _BUDGET = 32 << 20
 _BUDGET_CPU = 8 << 20
 
 
-def chunks(rows: Rows, dtype: torch.dtype, buffers: int) -> Iterator[tuple[int, int]]:
-    """Bounds of row chunks such that `buffers` working copies stay within the budget."""
+def chunks(rows: Rows, dtype: torch.dtype, buffers: int, ids: int = 0) -> Iterator[tuple[int, int]]:
+    """Bounds of row chunks such that `buffers` working copies stay within the budget.
+
+    So do six 8-byte numbers of each of so many ids of a row.
+    """
     budget = _BUDGET_CPU if rows.device.type == "cpu" else _BUDGET
-    row_bytes = max(1, rows.num_cols * dtype.itemsize * buffers)
+    row_bytes = max(1, rows.num_cols * dtype.itemsize * buffers + ids * 8 * 6)
     step = max(1, budget // row_bytes)
     for start in range(0, rows.num_rows, step):
         yield start, min(start + step, rows.num_rows)

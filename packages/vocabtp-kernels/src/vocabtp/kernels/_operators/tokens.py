@@ -1,10 +1,10 @@
 """Log-probabilities and entropies as operators: `logprobs`, `entropy` and both.
 
 The forward returns log-probabilities `[N, K]` (K = 0 for `entropy`), entropies `[N]` (`[0]` for
-`logprobs`), and what the backward needs: columns and statistics. A bad id of a call that does not
-wait raises where it does outside of torch.compile: in the next op, when that runs. Until then the
-call is remembered with a tensor of its own, which a CUDA graph of the compiler (`reduce-overhead`)
-would overwrite; so the compiler calls the forwards that take ids between its graphs.
+`logprobs`), and the statistics that the backward needs. A bad id of a call that does not wait
+raises where it does outside of torch.compile: in the next op, when that runs. Until then the call
+is remembered with a tensor of its own, which a CUDA graph of the compiler (`reduce-overhead`) would
+overwrite; so the compiler calls the forwards that take ids between its graphs.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class _Options(NamedTuple):
         )
 
 
-_Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+_Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def _run_grad(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     logits: Tensor,
-    columns: Tensor,
+    ids: Tensor | None,
     stats: Tensor,
     *options: Any,
 ) -> Tensor:
-    saved = tokens.Saved(logits, columns, stats)
+    saved = tokens.Saved(logits, ids, stats)
     grad = tokens.backward(saved, grad_logprobs, grad_entropy, _Options(*options).spec(logits))
     assert grad is not None
     return grad
@@ -81,22 +81,20 @@ def _operator(name: str, *, entropy: bool) -> Operator:
         spec = _Options(*options).spec(logits)
         values, saved = tokens.forward(logits, ids, spec, entropy=entropy)
         entropies = values.stats.new_empty(0) if values.entropies is None else values.entropies
-        return values.logprobs, entropies, saved.columns, saved.stats
+        return values.logprobs, entropies, saved.stats
 
     def fake(logits: Tensor, ids: Tensor | None, *options: Any) -> _Outputs:
         keep(_Options(*options).exchange)
         rows, dtype = math.prod(logits.shape[:-1]), TokenSpec.dtype(logits)
-        chosen = (rows, 0 if ids is None else ids.shape[1])
         return (
-            logits.new_empty(chosen, dtype=dtype),
+            logits.new_empty(rows, 0 if ids is None else ids.shape[-1], dtype=dtype),
             logits.new_empty(rows if entropy else 0, dtype=dtype),
-            logits.new_empty(chosen, dtype=torch.int32),
-            logits.new_empty(3 if entropy else 2, rows, dtype=dtype),
+            logits.new_empty(4 if entropy else 3, rows, dtype=dtype),
         )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, _, *ctx.options = inputs
-        ctx.save_for_backward(logits, *output[2:])
+        logits, ids, *ctx.options = inputs
+        ctx.save_for_backward(logits, ids, output[2])
         ctx.set_materialize_grads(False)
 
     def backward(
@@ -113,8 +111,8 @@ def _operator(name: str, *, entropy: bool) -> Operator:
         return gradient(*grads, *ctx.saved_tensors, *ctx.options), *rest
 
     grads = "Tensor? grad_logprobs, Tensor? grad_entropy"
-    saved = "Tensor logits, Tensor columns, Tensor stats"
-    outputs = "(Tensor, Tensor, Tensor, Tensor)"
+    saved = "Tensor logits, Tensor? ids, Tensor stats"
+    outputs = "(Tensor, Tensor, Tensor)"
     return define(
         name,
         Parts(

@@ -1,51 +1,50 @@
-"""The device side of ids: which columns they are, their values, what each of them weighs."""
+"""The device side of ids: which are no tokens, and the values of the others."""
 
 import triton
 import triton.language as tl
 
-from vocabtp.kernels import _ids
+from vocabtp.kernels._triton.loads import row_offset
 from vocabtp.kernels._triton.online import LOWEST, finite_max, moved, moved_weighted, seen_max
 
-ELSEWHERE = tl.constexpr(_ids.ELSEWHERE)
-IGNORED = tl.constexpr(_ids.IGNORED)
-BAD = tl.constexpr(_ids.BAD)
+
+@triton.jit
+def column_of(id_, ignore, start, cols):
+    """The column of an id, -1 for what is no column of this shard."""
+    id_ = id_.to(tl.int64)
+    local = id_ - start
+    return tl.where((id_ != ignore) & (local >= 0) & (local < cols), local, -1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["rows", "ids", "id_row", "id_step", "ignore", "start", "size"])
-def resolve_kernel(
+@triton.jit(
+    do_not_specialize=["rows", "ids", "inner", "id_outer", "id_inner", "id_step", "ignore", "size"]
+)
+def codes_kernel(
     id_ptr,
-    column_ptr,
     code_ptr,
     cell_ptr,
     rows,
     ids,
-    cols,
-    id_row,
+    inner,
+    id_outer,
+    id_inner,
     id_step,
     ignore,
-    start,
     size,
     CELL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Columns, and the code of a row's first bad id."""
+    """The code of a row's first bad id."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    first = row.to(tl.int64)
+    id_ptr += row_offset(row, inner, id_outer, id_inner)[:, None]
     code = tl.zeros([ROWS], tl.float32)
     for begin in range(0, ids, BLOCK):
         k = begin + tl.arange(0, BLOCK)
         here = live[:, None] & (k < ids)[None, :]
-        at = first[:, None] * id_row + k.to(tl.int64)[None, :] * id_step
-        id_ = tl.load(id_ptr + at, mask=here, other=0).to(tl.int64)
-        ignored = id_ == ignore
+        id_ = tl.load(id_ptr + (k.to(tl.int64) * id_step)[None, :], mask=here, other=0)
+        id_ = id_.to(tl.int64)
         bad = here & (id_ != ignore) & ((id_ < 0) | (id_ >= size))
-        local = id_ - start
-        column = tl.where((local >= 0) & (local < cols), local, ELSEWHERE)
-        column = tl.where(ignored, IGNORED, tl.where(bad, BAD, column))
-        at = first[:, None] * ids + k[None, :]
-        tl.store(column_ptr + at, column.to(tl.int32), mask=here)
         # never 0, whatever the id
         named = tl.where(id_ >= 0, id_ + 1, id_).to(tl.float32)
         lowest = tl.min(tl.where(bad, k[None, :], ids), 1)
@@ -95,6 +94,11 @@ def _merge(
     do_not_specialize=[
         "rows",
         "ids",
+        "inner",
+        "id_outer",
+        "id_inner",
+        "id_step",
+        "ignore",
         "parts",
         "max_stride",
         "sum_stride",
@@ -107,14 +111,18 @@ def finish_tokens_kernel(
     max_ptr,
     sum_ptr,
     code_ptr,
-    chosen_ptr,
-    column_ptr,
-    stats_ptr,
     value_ptr,
+    id_ptr,
+    stats_ptr,
     entropy_ptr,
     cell_ptr,
     rows,
     ids,
+    inner,
+    id_outer,
+    id_inner,
+    id_step,
+    ignore,
     parts,
     max_stride,
     sum_stride,
@@ -128,7 +136,7 @@ def finish_tokens_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merged statistics, log p of the chosen logits, entropies; bad rows' columns become BAD."""
+    """Merged statistics, entropies, and log p in place of the chosen logits."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     m, s, w = _merge(
@@ -139,69 +147,23 @@ def finish_tokens_kernel(
     tl.store(stats_ptr + rows + first, s, mask=live)
     log_s = tl.log(s)
     if ENTROPY:
-        tl.store(stats_ptr + 2 * rows.to(tl.int64) + first, w, mask=live)
+        tl.store(stats_ptr + 3 * rows.to(tl.int64) + first, w, mask=live)
         tl.store(entropy_ptr + first, log_s - w / s, mask=live)
     bad = row < 0
     for rank in range(ranks):
         code = tl.load(code_ptr + rank * rank_stride.to(tl.int64) + row, mask=live, other=0.0)
         bad = bad | (code != 0.0)
+    tl.store(stats_ptr + 2 * rows.to(tl.int64) + first, bad.to(tl.float32), mask=live)
     if CELL:
         tl.store(cell_ptr, 1, mask=tl.max(bad.to(tl.int32), 0) != 0)
+    id_ptr += row_offset(row, inner, id_outer, id_inner)[:, None]
     for begin in range(0, ids, BLOCK):
         k = begin + tl.arange(0, BLOCK)
         here = live[:, None] & (k < ids)[None, :]
         at = first[:, None] * ids + k[None, :]
-        asked = tl.load(column_ptr + at, mask=here, other=IGNORED) != IGNORED
-        x = tl.load(chosen_ptr + at, mask=here, other=0.0)
+        id_ = tl.load(id_ptr + (k.to(tl.int64) * id_step)[None, :], mask=here, other=0)
+        id_ = id_.to(tl.int64)
+        x = tl.load(value_ptr + at, mask=here, other=0.0)
         value = (x - m[:, None]) * inv_t - log_s[:, None]
         value = tl.where((bad | (s == 0.0))[:, None], float("nan"), value)
-        tl.store(value_ptr + at, tl.where(asked, value, 0.0), mask=here)
-        tl.store(column_ptr + at, BAD, mask=asked & bad[:, None])
-
-
-@triton.jit(do_not_specialize=["rows", "ids", "tiles", "grad_row", "grad_step"])
-def weights_kernel(
-    column_ptr,
-    grad_ptr,
-    sum_ptr,
-    weight_ptr,
-    rows,
-    ids,
-    tiles,
-    grad_row,
-    grad_step,
-    inv_t,
-    BLOCK: tl.constexpr,
-    SOME: tl.constexpr,
-):
-    """What each id's column weighs in all, what a row's ids weigh, and whether anything asks.
-
-    Weights are added in the ids' order, so that every id that names a column has the same bits.
-    """
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    column_ptr += row * ids
-    grad_ptr += row * grad_row
-    grad_step = grad_step.to(tl.int64)
-    k = tile * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(column_ptr + k, mask=k < ids, other=ELSEWHERE)
-    weight = tl.zeros([BLOCK], tl.float32)
-    # unrolled, so that several loads are on their way
-    for j in tl.range(0, ids, loop_unroll_factor=8):
-        other = tl.load(column_ptr + j)
-        grad = tl.load(grad_ptr + j * grad_step)
-        weight = tl.where(mine == other, weight + grad, weight)
-    tl.store(weight_ptr + row * ids + k, weight * inv_t, mask=k < ids)
-    if tile == 0:
-        total = tl.zeros([SOME], tl.float32)
-        asked = tl.zeros([SOME], tl.int32)
-        for first in range(0, ids, SOME):
-            at = first + tl.arange(0, SOME)
-            columns = tl.load(column_ptr + at, mask=at < ids, other=IGNORED)
-            grads = tl.load(grad_ptr + at * grad_step, mask=at < ids, other=0.0)
-            grads = tl.where(columns == IGNORED, 0.0, grads)
-            asked = tl.where(grads != 0.0, 1, asked)
-            # a bad id anywhere on the row is a NaN there, wherever its gradient is not 0
-            total += tl.where((columns == BAD) & (grads != 0.0), float("nan"), grads)
-        tl.store(sum_ptr + row, tl.sum(total, 0) * inv_t)
-        tl.store(sum_ptr + rows + row, tl.max(asked, 0).to(tl.float32))
+        tl.store(value_ptr + at, tl.where(id_ == ignore, 0.0, value), mask=here)

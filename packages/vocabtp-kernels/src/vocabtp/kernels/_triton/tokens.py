@@ -14,9 +14,10 @@ from vocabtp.kernels._ids import Bounds, Watch
 from vocabtp.kernels._rows import Rows
 from vocabtp.kernels._stats import ShardStats, TokenShard, TokenValues
 from vocabtp.kernels._triton import launch
-from vocabtp.kernels._triton.ids_kernels import finish_tokens_kernel, resolve_kernel, weights_kernel
+from vocabtp.kernels._triton.ids_kernels import codes_kernel, finish_tokens_kernel
 from vocabtp.kernels._triton.merge import whole_rows
-from vocabtp.kernels._triton.tokens_kernels import token_grad_kernel, token_stats_kernel
+from vocabtp.kernels._triton.token_grad_kernels import sums_kernel, token_grad_kernel
+from vocabtp.kernels._triton.tokens_kernels import token_stats_kernel
 
 # ids that a program takes at once
 _IDS = 256
@@ -30,9 +31,14 @@ def _tile(ids: int) -> tuple[int, int]:
     return max(1, launch.ROW_BLOCK // block), block
 
 
+def _place(ids: Rows) -> tuple[int, int, int, int]:
+    """What a kernel needs to find an id: `launch.strides`, and the stride along a row."""
+    return *launch.strides(ids), ids.blocks.stride(2)
+
+
 def token_stats(
     logits: Rows,
-    ids: Tensor,
+    ids: Rows,
     bounds: Bounds,
     dtype: torch.dtype,
     temperature: float,
@@ -41,14 +47,14 @@ def token_stats(
     merged: bool,
     watch: Watch | None,
 ) -> TokenShard:
-    """One read: `(m; S)` or `(m; S, W)`, and the logits at `ids` `[N, K]`, 0 where not here.
+    """One read: `(m; S)` or `(m; S, W)`, and the logits at `ids`, 0 where they are not here.
 
     Ids come first, so that the device has the read left to do when a host waits for them.
     """
-    columns, codes = _resolve(logits, ids, bounds, dtype, watch)
+    codes = _codes(ids, bounds, dtype, watch)
     rows, cols, device = logits.num_rows, logits.num_cols, logits.device
-    number = columns.shape[1]
-    chosen = torch.empty(columns.shape, dtype=dtype, device=device)
+    number = ids.num_cols
+    chosen = torch.empty(rows, number, dtype=dtype, device=device)
     cut = launch.segments(cols)
     part = torch.empty(3 if entropy else 2, cut.number, rows, dtype=dtype, device=device)
     if rows == 0 or cols == 0:
@@ -63,11 +69,14 @@ def token_stats(
             device,
             logits.blocks,
             part,
-            columns,
+            ids.blocks,
             chosen,
             rows,
             cols,
             number,
+            *_place(ids),
+            bounds.ignore_index,
+            bounds.vocab_start,
             *cut,
             *launch.strides(logits),
             c,
@@ -82,32 +91,28 @@ def token_stats(
     planes = part.transpose(0, 1)
     parts = ShardStats(planes[:, :1], planes[:, 1:], planes[:, :0])
     parts = whole_rows(parts, temperature, sides=1, weighted=entropy, merged=merged)
-    return TokenShard(parts._replace(flags=codes), columns, chosen)
+    return TokenShard(parts._replace(flags=codes), chosen)
 
 
-def _resolve(
-    logits: Rows, ids: Tensor, bounds: Bounds, dtype: torch.dtype, watch: Watch | None
-) -> tuple[Tensor, Tensor]:
-    """Columns `[N, K]`, and codes `[1, 1, N]` of bad ids (none without ids)."""
-    number, rows, device = ids.shape[1], logits.num_rows, logits.device
-    columns = torch.empty(ids.shape, dtype=torch.int32, device=device)
-    codes = torch.empty(1, min(number, 1), rows, dtype=dtype, device=device)
+def _codes(ids: Rows, bounds: Bounds, dtype: torch.dtype, watch: Watch | None) -> Tensor:
+    """Codes `[1, 1, N]` of bad ids, none without ids."""
+    rows, number = ids.num_rows, ids.num_cols
+    codes = torch.empty(1, min(number, 1), rows, dtype=dtype, device=ids.device)
     if rows and number:
         cell = None if watch is None else watch.cell
         size, block = _tile(number)
         launch.run(
-            resolve_kernel,
+            codes_kernel,
             triton.cdiv(rows, size),
-            device,
-            ids,
-            columns,
+            ids.device,
+            ids.blocks,
             codes,
-            columns if cell is None else cell,
+            codes if cell is None else cell,
             rows,
             number,
-            logits.num_cols,
-            *ids.stride(),
-            *bounds,
+            *_place(ids),
+            bounds.ignore_index,
+            bounds.vocab_size,
             CELL=cell is not None,
             ROWS=size,
             BLOCK=block,
@@ -115,47 +120,49 @@ def _resolve(
         )
         if watch is not None:
             watch.known(codes[:, 0], stored=cell is not None)
-    return columns, codes
+    return codes
 
 
 def finish_tokens(
     stats: ShardStats,
     chosen: Tensor,
-    columns: Tensor,
+    ids: Rows,
+    bounds: Bounds,
     temperature: float,
     *,
     entropy: bool,
     watch: Watch | None,
 ) -> TokenValues:
-    """Merge `[P, *, N]` and finish, in one launch; `columns` of rows with a bad id become BAD."""
-    rows, ids = columns.shape
+    """Merge `[P, *, N]` and finish, in one launch; log-probabilities come where `chosen` is."""
+    rows, number = ids.num_rows, ids.num_cols
     if any(part.stride(-1) != 1 for part in stats):
         stats = ShardStats(*(part.contiguous() for part in stats))
-    out = stats.sums.new_empty(3 if entropy else 2, rows)
+    chosen = chosen.contiguous()
+    out = stats.sums.new_empty(4 if entropy else 3, rows)
     entropies = out.new_empty(rows) if entropy else None
-    values = out.new_empty(rows, ids)
     if rows:
         cell = None if watch is None else watch.cell
-        size, block = _tile(ids)
+        size, block = _tile(number)
         launch.run(
             finish_tokens_kernel,
             triton.cdiv(rows, size),
             out.device,
             stats.maxes,
             stats.sums,
-            stats.flags if ids else out,
-            chosen.contiguous(),
-            columns,
+            stats.flags if number else out,
+            chosen,
+            ids.blocks,
             out,
-            values,
-            values if entropies is None else entropies,
+            out if entropies is None else entropies,
             out if cell is None else cell,
             rows,
-            ids,
+            number,
+            *_place(ids),
+            bounds.ignore_index,
             stats.sums.shape[0],
             stats.maxes.stride(0),
             *stats.sums.stride()[:2],
-            stats.flags.shape[0] if ids else 0,
+            stats.flags.shape[0] if number else 0,
             stats.flags.stride(0),
             launch.LOG2E / temperature,
             1.0 / temperature,
@@ -167,42 +174,14 @@ def finish_tokens(
         )
         if watch is not None:
             watch.known(stats.flags[:, 0], stored=cell is not None)
-    return TokenValues(values, entropies, out)
-
-
-def _weigh(columns: Tensor, grad: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """What a row's ids weigh and whether they do `[2, N]`, and what each id's column does."""
-    rows, ids = columns.shape
-    sums = grad.new_empty(2, rows)
-    weights = grad.new_empty(rows, ids)
-    some = min(_IDS, triton.next_power_of_2(ids))
-    # few rows are spread over the chip; a weight's bits are the same in any block
-    block = min(some, 32) if rows <= _FEW_ROWS else some
-    tiles = triton.cdiv(ids, block)
-    launch.run(
-        weights_kernel,
-        rows * tiles,
-        grad.device,
-        columns,
-        grad,
-        sums,
-        weights,
-        rows,
-        ids,
-        tiles,
-        *grad.stride(),
-        1.0 / temperature,
-        BLOCK=block,
-        SOME=some,
-        num_warps=1,
-    )
-    return sums, weights
+    return TokenValues(chosen, entropies, out)
 
 
 def token_grad(
     logits: Rows,
     stats: Tensor,
-    columns: Tensor,
+    ids: Rows,
+    bounds: Bounds,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     out: Tensor,
@@ -210,18 +189,17 @@ def token_grad(
 ) -> None:
     """One read, one write: `sum_k w_k (onehot_k - p) - w_h p (log p + H)` into `out` `[N, L]`."""
     rows, cols = logits.num_rows, logits.num_cols
-    ids = 0 if grad_logprobs is None else columns.shape[1]
+    number = 0 if grad_logprobs is None else ids.num_cols
     if rows == 0 or cols == 0:
         return
-    upstream = weights = stats
-    if grad_logprobs is not None and ids:
-        upstream = grad_logprobs
-        if ids > 1:
-            upstream, weights = _weigh(columns, grad_logprobs, temperature)
+    upstream = stats[:, None] if grad_logprobs is None or not number else grad_logprobs
+    sums = repeats = stats
+    if number > 1:
+        sums, repeats = _sums(ids, stats, upstream, bounds, temperature)
     aligned = launch.alignment(logits, outs=(out,))
     blocks = launch.programs_of_row(cols, aligned["SHIFT"])
     # two stores to one place keep their order across a barrier where barriers order memory
-    parts = (True, False) if ids > 1 and not launch.ordering_barrier(out.device) else (True,)
+    parts = (True, False) if number > 1 and not launch.ordering_barrier(out.device) else (True,)
     for dense in parts:
         launch.run(
             token_grad_kernel,
@@ -230,26 +208,66 @@ def token_grad(
             logits.blocks,
             out,
             stats,
-            columns,
+            ids.blocks,
             upstream,
-            weights,
+            sums,
+            repeats,
             stats if grad_entropy is None else grad_entropy,
             rows,
             cols,
             blocks,
-            ids,
+            number,
+            repeats.shape[1],
             *launch.strides(logits),
-            upstream.stride(0),
+            *_place(ids),
+            bounds.ignore_index,
+            bounds.vocab_start,
+            *upstream.stride()[:2],
             0 if grad_entropy is None else grad_entropy.stride(0),
             launch.LOG2E / temperature,
             1.0 / temperature,
             ENTROPY=grad_entropy is not None,
-            IDS=min(ids, 2),
+            IDS=min(number, 2),
             DENSE=dense,
             LAST=dense is parts[-1],
             BLOCKS=launch.BLOCKS,
             BLOCK=launch.BLOCK,
-            SOME=min(_IDS, triton.next_power_of_2(max(ids, 1))),
+            SOME=min(_IDS, triton.next_power_of_2(max(number, 1))),
             **aligned,
             **launch.WRITE,
         )
+
+
+def _sums(
+    ids: Rows, stats: Tensor, grad: Tensor, bounds: Bounds, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """What ids weigh together and whether one asks `[2, N]`, a bit for each that is not alone."""
+    rows, number = ids.num_rows, ids.num_cols
+    sums = stats.new_empty(2, rows)
+    repeats = torch.empty(rows, -(-number // 32), dtype=torch.int32, device=ids.device)
+    some = min(_IDS, triton.next_power_of_2(number))
+    # few rows are spread over the chip; bits are bits in any block
+    block = 32 if rows <= _FEW_ROWS else max(some, 32)
+    tiles = triton.cdiv(number, block)
+    launch.run(
+        sums_kernel,
+        rows * tiles,
+        ids.device,
+        ids.blocks,
+        stats,
+        grad,
+        sums,
+        repeats,
+        rows,
+        number,
+        tiles,
+        repeats.shape[1],
+        *_place(ids),
+        bounds.ignore_index,
+        *grad.stride(),
+        1.0 / temperature,
+        BLOCK=block,
+        SOME=some,
+        num_warps=1,
+    )
+    return sums, repeats
