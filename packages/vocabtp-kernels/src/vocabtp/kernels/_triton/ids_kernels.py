@@ -1,4 +1,4 @@
-"""The device side of ids: which are no tokens, and the values of the others."""
+"""The device side of ids: which are no tokens, the values of the others, what they weigh."""
 
 import triton
 import triton.language as tl
@@ -167,3 +167,73 @@ def finish_tokens_kernel(
         value = (x - m[:, None]) * inv_t - log_s[:, None]
         value = tl.where((bad | (s == 0.0))[:, None], float("nan"), value)
         tl.store(value_ptr + at, tl.where(id_ == ignore, 0.0, value), mask=here)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "ids",
+        "tiles",
+        "words",
+        "id_blocks",
+        "id_outer",
+        "id_inner",
+        "id_step",
+        "ignore",
+        "grad_row",
+        "grad_step",
+    ]
+)
+def sums_kernel(
+    id_ptr,
+    stats_ptr,
+    grad_ptr,
+    sum_ptr,
+    repeat_ptr,
+    rows,
+    ids,
+    tiles,
+    words,
+    id_blocks,
+    id_outer,
+    id_inner,
+    id_step,
+    ignore,
+    grad_row,
+    grad_step,
+    inv_t,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """What a row's ids weigh together, whether one asks, and a bit for each that is not alone."""
+    row = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    id_ptr += row_offset(row, id_blocks, id_outer, id_inner)
+    id_step = id_step.to(tl.int64)
+    k = tile * BLOCK + tl.arange(0, BLOCK)
+    # lower halves will do: they tell tokens apart, and a bit too many costs nothing but time
+    mine = tl.load(id_ptr + k * id_step, mask=k < ids, other=0).to(tl.int32)
+    alike = tl.zeros([BLOCK], tl.int32)
+    # unrolled, so that several loads are on their way
+    for j in tl.range(0, ids, loop_unroll_factor=8):
+        alike += (mine == tl.load(id_ptr + j * id_step).to(tl.int32)).to(tl.int32)
+    bits = tl.where((alike > 1) & (k < ids), 1, 0) << (tl.arange(0, BLOCK) % 32)
+    word = tile * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    found = tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), 1)
+    tl.store(repeat_ptr + row.to(tl.int64) * words + word, found, mask=word < words)
+    if tile == 0:
+        bad = tl.load(stats_ptr + 2 * rows.to(tl.int64) + row)
+        # a bad id anywhere on the row is a NaN there, wherever a gradient is not 0
+        poison = tl.where(bad != 0.0, float("nan"), 0.0)
+        grad_ptr += row.to(tl.int64) * grad_row
+        total = tl.zeros([SOME], tl.float32)
+        asked = tl.zeros([SOME], tl.int32)
+        for some in range(0, ids, SOME):
+            at = (some + tl.arange(0, SOME)).to(tl.int64)
+            id_ = tl.load(id_ptr + at * id_step, mask=at < ids, other=0).to(tl.int64)
+            grads = tl.load(grad_ptr + at * grad_step, mask=at < ids, other=0.0)
+            grads = tl.where(id_ == ignore, 0.0, grads)
+            asked = tl.where(grads != 0.0, 1, asked)
+            total += tl.where(grads != 0.0, grads + poison, 0.0)
+        tl.store(sum_ptr + row, tl.sum(total, 0) * inv_t)
+        tl.store(sum_ptr + rows + row, tl.max(asked, 0).to(tl.float32))

@@ -65,6 +65,33 @@ def _grad(
 
 
 @triton.jit
+def _write_all(
+    x, x_ptr, out_ptr, column, start, limit, phase, skip, m, inv_s, centre, weight, total, c, inv_t,
+    ENTROPY: tl.constexpr, ONE_ID: tl.constexpr, SHIFT: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The program's columns, with the one id's; `x` is the first block of them."""
+    for i in tl.static_range(BLOCKS):
+        first = start + i * BLOCK
+        if i + 1 < BLOCKS:
+            next_x = load_block(x_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT)
+        grad = _grad(
+            x, first + tl.arange(0, BLOCK), column, skip, m, inv_s, centre, weight, total, c, inv_t,
+            ENTROPY, ONE_ID,
+        )  # fmt: skip
+        store_block(out_ptr, first, limit, phase, grad, BLOCK, SHIFT, False)
+        if i + 1 < BLOCKS:
+            x = next_x
+    if SHIFT and start == 0:
+        at, mine = ragged(phase, limit)
+        ragged_grad = _grad(
+            load_at(x_ptr, at, mine), at, column, skip, m, inv_s, centre, weight, total, c, inv_t,
+            ENTROPY, ONE_ID,
+        )  # fmt: skip
+        tl.store(out_ptr + at, ragged_grad, mask=mine)
+
+
+@triton.jit
 def _weight_of(
     column, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols,
     SOME: tl.constexpr,
@@ -205,24 +232,10 @@ def token_grad_kernel(
     if ENTROPY:
         centre = tl.load(stats_ptr + 3 * rows.to(tl.int64) + row) / s
     if DENSE:
-        for i in tl.static_range(BLOCKS):
-            first = start + i * BLOCK
-            if i + 1 < BLOCKS:
-                next_x = load_block(x_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT)
-            grad = _grad(
-                x, first + tl.arange(0, BLOCK), column, skip, m, inv_s, centre, weight, total, c,
-                inv_t, ENTROPY, IDS == 1,
-            )  # fmt: skip
-            store_block(out_ptr, first, limit, phase, grad, BLOCK, SHIFT, False)
-            if i + 1 < BLOCKS:
-                x = next_x
-        if SHIFT and start == 0:
-            at, mine = ragged(phase, limit)
-            ragged_grad = _grad(
-                load_at(x_ptr, at, mine), at, column, skip, m, inv_s, centre, weight, total, c,
-                inv_t, ENTROPY, IDS == 1,
-            )  # fmt: skip
-            tl.store(out_ptr + at, ragged_grad, mask=mine)
+        _write_all(
+            x, x_ptr, out_ptr, column, start, limit, phase, skip, m, inv_s, centre, weight, total,
+            c, inv_t, ENTROPY, IDS == 1, SHIFT, BLOCKS, BLOCK,
+        )  # fmt: skip
     if IDS == 2 and LAST:  # noqa: SIM102 - one is the compiler's, the other the device's
         if not skip:
             _write_ids(
@@ -230,73 +243,3 @@ def token_grad_kernel(
                 id_step, grad_step, ignore, vocab_start, cols, start, BLOCKS * BLOCK, limit, phase,
                 m, inv_s, centre, weight, total, c, inv_t, ENTROPY, DENSE, SHIFT, SOME,
             )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        "rows",
-        "ids",
-        "tiles",
-        "words",
-        "id_blocks",
-        "id_outer",
-        "id_inner",
-        "id_step",
-        "ignore",
-        "grad_row",
-        "grad_step",
-    ]
-)
-def sums_kernel(
-    id_ptr,
-    stats_ptr,
-    grad_ptr,
-    sum_ptr,
-    repeat_ptr,
-    rows,
-    ids,
-    tiles,
-    words,
-    id_blocks,
-    id_outer,
-    id_inner,
-    id_step,
-    ignore,
-    grad_row,
-    grad_step,
-    inv_t,
-    BLOCK: tl.constexpr,
-    SOME: tl.constexpr,
-):
-    """What a row's ids weigh together, whether one asks, and a bit for each that is not alone."""
-    row = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    id_ptr += row_offset(row, id_blocks, id_outer, id_inner)
-    id_step = id_step.to(tl.int64)
-    k = tile * BLOCK + tl.arange(0, BLOCK)
-    # lower halves will do: they tell tokens apart, and a bit too many costs nothing but time
-    mine = tl.load(id_ptr + k * id_step, mask=k < ids, other=0).to(tl.int32)
-    alike = tl.zeros([BLOCK], tl.int32)
-    # unrolled, so that several loads are on their way
-    for j in tl.range(0, ids, loop_unroll_factor=8):
-        alike += (mine == tl.load(id_ptr + j * id_step).to(tl.int32)).to(tl.int32)
-    bits = tl.where((alike > 1) & (k < ids), 1, 0) << (tl.arange(0, BLOCK) % 32)
-    word = tile * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    found = tl.sum(tl.reshape(bits, [BLOCK // 32, 32]), 1)
-    tl.store(repeat_ptr + row.to(tl.int64) * words + word, found, mask=word < words)
-    if tile == 0:
-        bad = tl.load(stats_ptr + 2 * rows.to(tl.int64) + row)
-        # a bad id anywhere on the row is a NaN there, wherever a gradient is not 0
-        poison = tl.where(bad != 0.0, float("nan"), 0.0)
-        grad_ptr += row.to(tl.int64) * grad_row
-        total = tl.zeros([SOME], tl.float32)
-        asked = tl.zeros([SOME], tl.int32)
-        for some in range(0, ids, SOME):
-            at = (some + tl.arange(0, SOME)).to(tl.int64)
-            id_ = tl.load(id_ptr + at * id_step, mask=at < ids, other=0).to(tl.int64)
-            grads = tl.load(grad_ptr + at * grad_step, mask=at < ids, other=0.0)
-            grads = tl.where(id_ == ignore, 0.0, grads)
-            asked = tl.where(grads != 0.0, 1, asked)
-            total += tl.where(grads != 0.0, grads + poison, 0.0)
-        tl.store(sum_ptr + row, tl.sum(total, 0) * inv_t)
-        tl.store(sum_ptr + rows + row, tl.max(asked, 0).to(tl.float32))

@@ -14,9 +14,9 @@ from vocabtp.kernels._ids import Bounds, Watch
 from vocabtp.kernels._rows import Rows
 from vocabtp.kernels._stats import ShardStats, TokenShard, TokenValues
 from vocabtp.kernels._triton import launch
-from vocabtp.kernels._triton.ids_kernels import codes_kernel, finish_tokens_kernel
+from vocabtp.kernels._triton.ids_kernels import codes_kernel, finish_tokens_kernel, sums_kernel
 from vocabtp.kernels._triton.merge import whole_rows
-from vocabtp.kernels._triton.token_grad_kernels import sums_kernel, token_grad_kernel
+from vocabtp.kernels._triton.token_grad_kernels import token_grad_kernel
 from vocabtp.kernels._triton.tokens_kernels import token_stats_kernel
 
 # ids that a program takes at once
