@@ -1,4 +1,8 @@
-"""Triton's interpreter as the tests use it: kernels on the CPU, program by program."""
+"""Triton's interpreter as the tests use it: kernels on the CPU, program by program.
+
+What compute-sanitizer's memcheck does on a chip is done here for every launch: an access outside of
+the tensors that a kernel was given is an error.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ def switch_on() -> None:
 
 
 def patch(setattr=setattr) -> None:
-    """Round to bf16 as chips do, and prepare the language once a module.
+    """Round to bf16 as chips do, prepare the language once a module, check every address.
 
     Args:
         setattr: how to replace an attribute, pytest's `monkeypatch.setattr` for example.
@@ -24,6 +28,10 @@ def patch(setattr=setattr) -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1"
     setattr(interpreter.InterpreterBuilder, "cast_impl", _nearest(interpreter))
     setattr(interpreter.InterpretedFunction, "__call__", _prepared(interpreter))
+    spans: list[tuple[int, int]] = []
+    setattr(interpreter.GridExecutor, "_init_args_hst", _given(interpreter, spans))
+    for name, mask in (("create_masked_load", 0), ("create_masked_store", 1)):
+        setattr(interpreter.InterpreterBuilder, name, _bounded(interpreter, name, mask, spans))
 
 
 def _nearest(interpreter):
@@ -60,3 +68,40 @@ def _prepared(interpreter):
         return self.rewrite()(*args, **kwargs)
 
     return call
+
+
+def _given(interpreter, spans):
+    """`_init_args_hst` that puts the first and the last byte of a launch's tensors into `spans`."""
+    old = interpreter.GridExecutor._init_args_hst
+
+    def init(self, args, kwargs):
+        found = old(self, args, kwargs)
+        spans.clear()
+        for x in found[0]:
+            if isinstance(x, torch.Tensor) and x.numel():
+                last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+                spans.append((x.data_ptr(), x.data_ptr() + x.element_size() * (last + 1)))
+        return found
+
+    return init
+
+
+def _bounded(interpreter, name, mask, spans):
+    """A load or store that raises where its addresses are in no tensor of the launch.
+
+    `mask` is the mask's place behind the pointers.
+    """
+    import numpy as np
+
+    old = getattr(interpreter.InterpreterBuilder, name)
+
+    def access(self, ptrs, *rest):
+        used = ptrs.data[np.broadcast_to(rest[mask].data, ptrs.data.shape).astype(bool)]
+        if used.size:
+            first = int(used.min())
+            end = int(used.max()) + ptrs.get_element_ty().primitive_bitwidth // 8
+            if not any(start <= first and end <= stop for start, stop in spans):
+                raise IndexError(f"{name}: bytes {first} to {end} are in none of {spans}")
+        return old(self, ptrs, *rest)
+
+    return access

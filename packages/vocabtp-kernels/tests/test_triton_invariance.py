@@ -10,6 +10,8 @@ import mmap
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import vocabtp.kernels as vk
 
@@ -138,3 +140,21 @@ def test_memory_behind_the_view_is_not_read(call, width, dtype, small):
     got = run(call, *placed, torch.tensor([[0, width - 1]]), torch.ones(1))
     assert all(x.isfinite().all() for x in got)
     assert [ask() for ask in there] == [[0, 1, 0]] * 2
+
+
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, read, written):
+    at = tl.arange(0, 16)
+    x = tl.load(x_ptr + at, mask=at < read, other=0.0)
+    tl.store(out_ptr + at, x, mask=at < written)
+
+
+@pytest.mark.parametrize(("read", "written"), [(9, 8), (8, 9)])
+def test_the_interpreter_refuses_what_is_in_none_of_the_tensors(read, written):
+    """So every interpreted test is one of addresses too."""
+    from vocabtp.kernels._triton import launch
+
+    x, out = torch.zeros(16)[:8], torch.zeros(16)[:8]
+    launch.run(copy_kernel, 1, x.device, x, out, 8, 8)
+    with pytest.raises(Exception, match=r"IndexError.*are in none of"):
+        launch.run(copy_kernel, 1, x.device, x, out, read, written)
