@@ -52,6 +52,20 @@ def test_shapes_of_ids(op):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_ids_that_were_made_in_inference_mode(op):
+    with torch.inference_mode():
+        ids = torch.randint(0, 5, (4, 3, 2))
+    grads = []
+    for index in (ids, ids.clone()):
+        x = logits().requires_grad_()
+        out = op(x, index)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+        grads.append(x.grad)
+    assert grads[0].abs().sum() > 0
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_ids_of_the_wrong_kind(op):
     x = logits()
     for bad in (torch.zeros(4, 3), torch.zeros(4, 3, dtype=torch.bool), [[0]], 3, None):

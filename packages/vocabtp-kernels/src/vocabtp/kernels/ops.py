@@ -46,7 +46,9 @@ def logprobs(
     Args:
         logits: `[..., L]`, bf16, fp16, fp32 or fp64; this shard's columns.
         index: ids of the whole vocabulary, `[...]` or `[..., K]`, where the logits are; int64,
-            int32, int16, int8 or uint8. The backward reads them again.
+            int32, int16, int8 or uint8. The backward reads them again: they must not change in
+            place before. Of ids made in inference mode it reads a copy; inside torch.compile
+            autograd refuses those.
         ignore_index: an id that asks nothing: its value is 0 and it has no gradient.
         temperature: 1e-37 to 1e37.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.

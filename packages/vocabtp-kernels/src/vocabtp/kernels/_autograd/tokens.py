@@ -101,6 +101,10 @@ def _resolved(upstream: Tensor | None) -> Tensor | None:
 
 def _keep(ctx: Ctx, saved: Saved, spec: TokenSpec) -> None:
     ctx.spec = spec
+    ids = saved.ids
+    if ids is not None and ids.is_inference() and ctx.needs_input_grad[0]:
+        # autograd saves no tensor of inference mode, where ids are often drawn
+        saved = saved._replace(ids=ids.clone())
     ctx.save_for_backward(*saved)  # type: ignore[arg-type] # None is one of them
     ctx.set_materialize_grads(False)
 
