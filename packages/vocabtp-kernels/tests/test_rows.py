@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vocabtp.kernels._rows import as_rows
+from vocabtp.kernels._rows import as_id_rows, as_rows
 
 BASE = torch.arange(4 * 5 * 6 * 7.0).view(4, 5, 6, 7)
 IN_PLACE = {
@@ -36,6 +36,16 @@ EMPTY = {
     "no rows, strided": BASE[:, 1:1, :, ::2],
 }
 
+IDS_IN_PLACE = {
+    **IN_PLACE,
+    "strided": BASE[..., ::2],
+    "ids not last": BASE.transpose(-1, 0),
+    "ids between": BASE[0].transpose(-1, -2),
+    "expanded along the row": BASE[..., :1].expand(-1, -1, -1, 9),
+    "expanded everywhere": BASE[:1, :1, :1, :1].expand(3, 4, 2, 5),
+}
+IDS_COPIED = {name: COPIED[name] for name in ("three strides", "permuted")}
+
 
 @pytest.mark.parametrize("name", [*IN_PLACE, *COPIED, *EMPTY])
 def test_rows_come_in_row_major_order(name):
@@ -64,3 +74,16 @@ def test_two_strides_are_read_in_place(name):
 def test_anything_else_is_copied(name):
     rows = as_rows(COPIED[name])
     assert rows.blocks.untyped_storage().data_ptr() != BASE.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", [*IDS_IN_PLACE, *IDS_COPIED, *EMPTY])
+def test_rows_of_ids_come_in_row_major_order(name):
+    x = {**IDS_IN_PLACE, **IDS_COPIED, **EMPTY}[name]
+    rows = as_id_rows(x)
+    n = x.shape[:-1].numel()
+    assert (rows.num_rows, rows.num_cols) == (n, x.shape[-1])
+    assert torch.equal(rows.copy(0, n, x.dtype), x.reshape(n, x.shape[-1]))
+    assert torch.equal(rows.copy(n // 3, n, x.dtype), x.reshape(n, x.shape[-1])[n // 3 :])
+    if name not in EMPTY:
+        same = rows.blocks.untyped_storage().data_ptr() == BASE.untyped_storage().data_ptr()
+        assert same == (name in IDS_IN_PLACE)

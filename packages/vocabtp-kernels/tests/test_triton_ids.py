@@ -71,7 +71,7 @@ def test_ids_of_every_dtype_and_layout(dtype):
 
 
 def test_ids_are_an_input_that_the_backward_reads_again():
-    """As torch's own ops do; a copy of K ids a row would be three numbers an id."""
+    """As torch's own ops do; a copy would cost K numbers a row."""
     x, ids = logits().requires_grad_(), torch.tensor([3, 4, 5])
     for name in ("triton", "eager"):
         with vk.backend(name):
