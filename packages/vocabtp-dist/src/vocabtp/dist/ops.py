@@ -59,6 +59,7 @@ def vocab_parallel_logprobs(
         vocab_parallel_logits: `[..., L]` bf16, fp16, fp32 or fp64; this rank's columns, or a
             DTensor.
         index: integer ids of the whole vocabulary, `[...]` or `[..., K]`, the same on all ranks.
+            The backward reads them again: they must not change in place before.
         tp_group: the ranks that share the vocabulary; None is a single process.
         vocab_start_index: this rank's first column; None takes the widths of the ranks in order.
         vocab_end_index: one past this rank's last column.
