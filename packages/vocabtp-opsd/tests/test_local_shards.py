@@ -322,6 +322,17 @@ def test_keys_that_the_model_class_ignores_and_equal_tied_keys_are_fine(tmp_path
     same(tensors(again), tensors(model))
 
 
+def test_weights_that_are_made_off_the_meta_device_are_read_too(tmp_path, caplog):
+    """DiffLlama draws its lambdas by a constructor that takes no notice of the device."""
+    save(tmp_path, "diffllama")
+    truth = tiny_model("diffllama", **SIZES).state_dict()
+    model = load_model(section(tmp_path), Layout(), trainable=True)
+    assert notices(caplog) == []
+    assert any(key.endswith("lambda_q1") for key in truth)
+    assert model.module.state_dict().keys() == truth.keys()
+    assert all(torch.equal(v, truth[k]) for k, v in model.module.state_dict().items())
+
+
 BIG = {
     "hidden_size": 512,
     "intermediate_size": 2048,

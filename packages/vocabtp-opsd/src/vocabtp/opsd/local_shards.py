@@ -162,6 +162,8 @@ def _build(section: StudentConfig, config: Any, source: str, attention: str | No
             trust_remote_code=section.trust_remote_code,
             **options,
         )
+    # `torch.normal` and other constructors take no notice of the device; what they made is read too
+    module.to("meta")
     for owner in module.modules():
         for key in owner._non_persistent_buffers_set:
             if (buffer := owner._buffers[key]) is not None:
