@@ -58,6 +58,25 @@ def flat(net):
     return torch.cat([p.detach().float().reshape(-1) for p in net.parameters()])
 
 
+def test_no_key_is_known_that_deepspeed_refuses():
+    """It says so once the models are loaded, without the line of the key."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    from vocabtp.opsd._deepspeed_keys import REFUSALS, SECTIONS
+
+    refused = {item.key for item in REFUSALS}
+    for section, theirs in (
+        ("bf16", DeepSpeedBF16Config),
+        ("zero_optimization", DeepSpeedZeroConfig),
+    ):
+        fields = theirs.model_fields
+        names = {*fields, *(field.alias for field in fields.values() if field.alias)}
+        unknown = {key for key in SECTIONS[section] - names if f"{section}.{key}" not in refused}
+        assert not unknown, section
+        assert names <= SECTIONS[section]
+
+
 def scaling(rank, world, path, stage):
     """Two micro-batches on two copies: by DeepSpeed's own division, and by ours."""
     import deepspeed

@@ -70,7 +70,7 @@ SECTIONS: dict[str, frozenset[str]] = {
     ),
     "data_types": _names("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules"),
     "bf16": _names(
-        "enabled immediate_grad_update check_grad_overflow check_overflow auto_cast "
+        "enabled immediate_grad_update check_grad_overflow "
         "bf16_master_weights_and_grads bf16_optimizer_states"
     ),
     "hybrid_engine": _names(
