@@ -77,6 +77,24 @@ def test_no_key_is_known_that_deepspeed_refuses():
         assert names <= SECTIONS[section]
 
 
+def mistyped(rank, world, path):
+    from vocabtp.opsd.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        make(path, 1, Net(), "parallel.shard=zero2")
+    return str(caught.value)
+
+
+def test_a_value_that_deepspeed_cannot_read_is_told_with_its_key(ranks, tmp_path):
+    path = tiny_run(
+        tmp_path,
+        training=TRAINING,
+        deepspeed_config={"zero_optimization": {"overlap_comm": "perhaps"}},
+    )
+    for text in ranks(mistyped, 2, path):
+        assert "cannot use overlap_comm 'perhaps': Input should be a valid boolean" in text
+
+
 def scaling(rank, world, path, stage):
     """Two micro-batches on two copies: by DeepSpeed's own division, and by ours."""
     import deepspeed

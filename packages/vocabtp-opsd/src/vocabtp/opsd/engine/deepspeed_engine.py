@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.engine.base import StepResult
-from vocabtp.opsd.engine.deepspeed_json import complete, stage_of
+from vocabtp.opsd.engine.deepspeed_json import complete, stage_of, values_named
 from vocabtp.opsd.engine.deepspeed_start import check_installed, ranks_of, start
 from vocabtp.opsd.engine.deepspeed_state import holder_of
 from vocabtp.opsd.engine.optimizers import STATE, make_optimizer
@@ -82,9 +82,10 @@ class DeepSpeedEngine:
         self.slots = [Trained(n, p) for n, p in module.named_parameters() if p.requires_grad]
         # rate 0: what DeepSpeed may step before the first gradient moves nothing
         optimizer = make_optimizer([slot.param for slot in self.slots], training, rate=0.0)
-        self.inner, self.optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=settings, mpu=ranks_of(layout)
-        )
+        with values_named():
+            self.inner, self.optimizer, _, _ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=settings, mpu=ranks_of(layout)
+            )
         self.holder = holder_of(self.optimizer, layout)
 
     @property

@@ -7,7 +7,11 @@ filled in, so that no default of DeepSpeed's stands in for a setting of the run.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from pydantic import ValidationError
 
 from vocabtp.opsd._deepspeed_types import dtype_named
 from vocabtp.opsd.config import Config
@@ -137,6 +141,24 @@ def frozen(config: Config, layout: Layout) -> dict[str, Any]:
         "zero_optimization": own | {"stage": 3},
         "timers": {"throughput": {"enabled": False}},
     }
+
+
+@contextmanager
+def values_named() -> Iterator[None]:
+    """Run `deepspeed.initialize`; a value that DeepSpeed cannot read is told with its key.
+
+    Raises:
+        ConfigError: On every rank, as all of them read the same.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"deepspeed_config: DeepSpeed ({error.title}) cannot use {key} {first['input']!r}: "
+            f"{first['msg']}"
+        ) from error
 
 
 def _section(given: dict[str, Any], key: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from vocabtp.opsd.config import Config
-from vocabtp.opsd.engine.deepspeed_json import frozen
+from vocabtp.opsd.engine.deepspeed_json import frozen, values_named
 from vocabtp.opsd.engine.deepspeed_start import ranks_of, start
 from vocabtp.opsd.engine.places import make_plain
 from vocabtp.opsd.parallel import Layout
@@ -26,9 +26,10 @@ def partition(module: nn.Module, config: Config, layout: Layout) -> None:
     dtype = next(module.parameters()).dtype
     deepspeed = start(layout)
     make_plain(module)
-    engine, *_ = deepspeed.initialize(
-        model=module, config=frozen(config, layout), mpu=ranks_of(layout)
-    )
+    with values_named():
+        engine, *_ = deepspeed.initialize(
+            model=module, config=frozen(config, layout), mpu=ranks_of(layout)
+        )
     # the engine takes its hooks away when it ends
     module.__dict__["_vocabtp_deepspeed"] = engine
     mark_sharded(module, dtype)
