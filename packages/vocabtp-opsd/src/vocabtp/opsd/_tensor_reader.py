@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 from collections import OrderedDict
 from pathlib import Path, PosixPath, WindowsPath
@@ -13,12 +14,21 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 _HARMLESS = (torch.Size, torch.serialization._get_layout, PosixPath, WindowsPath, OrderedDict)
 
 
+def _member(kind: Any, name: str) -> enum.Enum:
+    """A member of an enumeration, which Python 3.11.2 for one pickles as a call of `getattr`."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"metadata refers to {name} of {kind}")
+    return kind.__members__[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Builds what the metadata of a checkpoint is made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, if it belongs to torch's own description of tensors."""
         found = super().find_class(module, name)
+        if found is getattr:
+            return _member
         described = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
         if described or found in _HARMLESS or isinstance(found, torch.dtype):
             return found
