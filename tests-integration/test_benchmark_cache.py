@@ -47,7 +47,13 @@ def test_every_part_is_measured(path):
             assert row["host_bytes"] == row["bytes"] <= row["pool_bytes"]
             assert row["held_ms"] > 0
     arms = [row["arm"] for row in found["step"]]
-    assert arms[-4:] == [*(f"cache, budget {n}" for n in (6144, 3072, 0)), "store and cache"]
+    assert arms == [
+        *("on the device", "on the device, again"),
+        *(f"cache, budget {n}" for n in (6144, 3072, 0)),
+        "store and cache",
+        # those that leave the chip idle behind all others
+        *("forward alone", "copies to the device alone", "copies both ways alone"),
+    ]
     for row in found["step"]:
         assert row["range_ms"][0] <= row["ms"] <= row["range_ms"][1]
         assert row["queued"] == 2
