@@ -20,15 +20,18 @@ from vocabtp.kernels._stats import INF
 # operator holds a temporary or two of its own; on the CPU less, so that a step stays in the cache
 _BUDGET = 32 << 20
 _BUDGET_CPU = 8 << 20
+# ids that each id of a row is compared with at a time
+ALIKE = 128
 
 
 def chunks(rows: Rows, dtype: torch.dtype, buffers: int, ids: int = 0) -> Iterator[tuple[int, int]]:
     """Bounds of row chunks such that `buffers` working copies stay within the budget.
 
-    So do six 8-byte numbers of each of so many ids of a row.
+    So do six 8-byte numbers of each of so many ids of a row, and its comparison with others.
     """
     budget = _BUDGET_CPU if rows.device.type == "cpu" else _BUDGET
-    row_bytes = max(1, rows.num_cols * dtype.itemsize * buffers + ids * 8 * 6)
+    alike = min(ids, ALIKE) if ids > 1 else 0
+    row_bytes = max(1, rows.num_cols * dtype.itemsize * buffers + ids * (8 * 6 + alike * 12))
     step = max(1, budget // row_bytes)
     for start in range(0, rows.num_rows, step):
         yield start, min(start + step, rows.num_rows)

@@ -122,16 +122,14 @@ def token_grad(
     for start, stop in tiles.chunks(logits, stats.dtype, buffers=4, ids=ids.num_cols):
         m, s, bad, *weighted = stats[:, start:stop]
         skip = torch.ones_like(m, dtype=torch.bool)
-        total = torch.zeros_like(m)
-        weights = None
+        weights, total = None, torch.zeros_like(m)
         if grad_logprobs is not None:
             asked = ids.copy(start, stop, torch.int64) != bounds.ignore_index
             upstream = torch.where(asked, grad_logprobs[start:stop], 0.0)
             skip = (upstream == 0).all(1)
             nan = (upstream != 0) & (bad != 0)[:, None]
             weights = (upstream / temperature).masked_fill_(nan, NAN)
-            for k in range(weights.shape[1]):
-                total += weights[:, k]
+            total = tiles.row_sum(weights.clone())
         u = tiles.centre_(logits.copy(start, stop, stats.dtype), m, temperature)
         grad = u.exp().div_(-s[:, None])
         if grad_entropy is None:
@@ -150,9 +148,23 @@ def token_grad(
 
 
 def _add_chosen(grad: Tensor, columns: Tensor, weights: Tensor) -> None:
-    """Add each weight at its column; one id at a time, so that duplicates have one order."""
-    for k in range(columns.shape[1]):
-        at = columns[:, k : k + 1]
-        add = torch.where(at >= 0, weights[:, k : k + 1], 0.0)
-        at = at.clamp(min=0)
-        grad.scatter_(1, at, grad.gather(1, at) + add)
+    """Add the weights of ids at their columns, those of one column together and in one order."""
+    at = columns.clamp(min=0)
+    # ids of no column come with the first one's, to which they add nothing: ids of one place have
+    # to write the same
+    weights = _together(at, torch.where(columns >= 0, weights, 0.0))
+    grad.scatter_(1, at, grad.gather(1, at) + weights)
+
+
+def _together(columns: Tensor, weights: Tensor) -> Tensor:
+    """What all of a row's ids of the same column weigh, for each id `[n, K]`."""
+    rows, number = columns.shape
+    if number < 2:
+        return weights
+    total = torch.zeros_like(weights)
+    for first in range(0, number, tiles.ALIKE):
+        some = slice(first, first + tiles.ALIKE)
+        alike = columns[:, :, None] == columns[:, None, some]
+        part = torch.where(alike, weights[:, None, some], 0.0)
+        total += tiles.row_sum(part.view(rows * number, -1)).view(rows, number)
+    return total
