@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -231,9 +232,19 @@ def test_a_writer_killed_beside_training_leaves_the_checkpoint_before(ranks, tmp
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
-DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators=2", "--module")
-LAUNCHERS = {"command": ("-m",), "torchrun": TORCHRUN, "deepspeed": DEEPSPEED}
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators=2")
+LAUNCHERS = {"command": ("-m",), "torchrun": TORCHRUN}
 ENGINES = {"torch": "TorchEngine", "deepspeed": "DeepSpeedEngine"}
+
+
+def launched(by):
+    """Words in front of the module that starts a run."""
+    if by != "deepspeed":
+        return LAUNCHERS[by]
+    # its port is the same for every run unless it is told one, and tests run side by side
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return (*DEEPSPEED, f"--master_port={free.getsockname()[1]}", "--module")
 
 
 @pytest.mark.full
@@ -259,10 +270,9 @@ def test_a_rank_killed_in_a_phase_ends_the_run_and_resumes(
     )
     out, fault = tmp_path / "out", tmp_path / "fault"
     fault.mkdir()
-    how = {"launcher": LAUNCHERS[launcher]}
     place = PLACES[phase].format(engine=ENGINES[engine])
     source = IN_A_PHASE.format(place=place, deed=KILLED)
-    process = start(path, fault=source, folder=fault, **how)
+    process = start(path, fault=source, folder=fault, launcher=launched(launcher))
     wait_for_steps(process, out, 2)
     began = time.monotonic()
     code, _, errors = end(process)
@@ -279,7 +289,7 @@ def test_a_rank_killed_in_a_phase_ends_the_run_and_resumes(
     left = sorted(p.name for p in (out / "checkpoints").iterdir())
     broken = ["step-00000003.partial"] if phase == "save" else []
     assert left == ["step-00000001", "step-00000002", *broken]
-    code, said, errors = end(start(path, **how))
+    code, said, errors = end(start(path, launcher=launched(launcher)))
     assert code == 0, (said, errors)
     assert "step 3 is the next" in errors
     losses, _ = ranks(uninterrupted, 2, path, (f"training.save_dir={tmp_path / 'whole'}",))[0]
