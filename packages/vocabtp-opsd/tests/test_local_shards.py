@@ -76,9 +76,16 @@ def the_old_way(*_args):
     return Skeleton(reason="a test wants it so")
 
 
+def both_ways(wanted, layout, **options):
+    """A model of which each rank read its parts, and one that each read whole."""
+    new = load_model(wanted, layout, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_module, "read_skeleton", the_old_way)
+        return new, load_model(wanted, layout, **options)
+
+
 def compare(rank, world, root):
     layout = make_layout(ParallelConfig(tp=world, device="cpu"))
-    read_skeleton = model_module.read_skeleton
     # without a plan for its layers, gpt2 shows nothing more on several ranks
     for number in range(len(CASES) - (world > 1)):
         ways = [{"dtype": "float32", "trainable": True}]
@@ -88,12 +95,7 @@ def compare(rank, world, root):
             ways.append({"dtype": "float32", "cut_vocab": False, "trainable": True})
         for options in ways:
             wanted = section(root / str(number), options.pop("dtype"))
-            new = load_model(wanted, layout, **options)
-            try:
-                model_module.read_skeleton = the_old_way
-                old = load_model(wanted, layout, **options)
-            finally:
-                model_module.read_skeleton = read_skeleton
+            new, old = both_ways(wanted, layout, **options)
             same(tensors(new), tensors(old))
             assert new.shard == old.shard
             assert new.tied == old.tied == CASES[number][1].get("tied", False)
@@ -116,14 +118,8 @@ def test_weights_are_bit_for_bit_those_of_a_whole_load(tmp_path, ranks, caplog, 
 def compare_sharded(rank, world, root):
     """On 2 x 2 ranks, of which two share the copies; layers and the rest are filled one by one."""
     layout = make_layout(ParallelConfig(tp=2, device="cpu", shard="zero3"))
-    read_skeleton = model_module.read_skeleton
     wanted = section(root, "bfloat16")
-    new = load_model(wanted, layout, trainable=True)
-    try:
-        model_module.read_skeleton = the_old_way
-        old = load_model(wanted, layout, trainable=True)
-    finally:
-        model_module.read_skeleton = read_skeleton
+    new, old = both_ways(wanted, layout, trainable=True)
     same(tensors(new), tensors(old))
     assert next(new.module.parameters()).device_mesh.ndim == 2
     assert new.tied
@@ -138,7 +134,6 @@ def test_sharded_copies_get_the_same_bits(tmp_path, ranks):
 def compare_copies(rank, world, root):
     """Four copies share five ids: parts of 2, 2, 1 and 0 rows. Then a forward over them."""
     layout = make_layout(ParallelConfig(device="cpu", shard="zero3"))
-    read_skeleton = model_module.read_skeleton
     tokens = torch.arange(10).view(2, 5) % 5
     mask, response = torch.ones_like(tokens), (torch.arange(5) > 2).expand(2, 5)
     for dtype, trainable, offload in (
@@ -149,12 +144,7 @@ def compare_copies(rank, world, root):
     ):
         options = {"trainable": trainable, "offload": offload}
         wanted = section(root, dtype)
-        new = load_model(wanted, layout, **options)
-        try:
-            model_module.read_skeleton = the_old_way
-            old = load_model(wanted, layout, **options)
-        finally:
-            model_module.read_skeleton = read_skeleton
+        new, old = both_ways(wanted, layout, **options)
         same(tensors(new), tensors(old))
         assert new.module.lm_head.weight.to_local().shape[0] == [2, 2, 1, 0][rank]
         # an optimizer holds on to them before the first forward

@@ -100,11 +100,13 @@ def all_max(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return _all_reduce(x, dist.ReduceOp.MAX, group)
 
 
-def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup | None) -> Tensor:
+def _all_reduce(
+    x: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup | None, *, in_place: bool = False
+) -> Tensor:
     x = x.detach()
     if group_size(group) == 1 or x.numel() == 0:
         return x
-    x = x.clone(memory_format=torch.contiguous_format)
+    x = x.contiguous() if in_place else x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op=op, group=group)
     return x
 
@@ -130,10 +132,7 @@ class GroupExchange:
 
     def sum(self, x: Tensor) -> Tensor:
         """Elementwise sum over ranks, in place where `x` is contiguous."""
-        x = x.detach().contiguous()
-        if group_size(self.group) > 1 and x.numel():
-            dist.all_reduce(x, group=self.group)
-        return x
+        return _all_reduce(x, dist.ReduceOp.SUM, self.group, in_place=True)
 
 
 _KIND = "group"

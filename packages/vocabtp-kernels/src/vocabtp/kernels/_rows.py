@@ -57,33 +57,25 @@ def as_rows(tensor: Tensor) -> Rows:
     """View `tensor` `[..., L]` as rows, in row-major order of its leading dimensions."""
     # the memory of a lazily negated view, as of x.conj().imag, has the other sign
     tensor = tensor.detach().resolve_neg()
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    return as_id_rows(tensor)
+
+
+def as_id_rows(tensor: Tensor) -> Rows:
+    """The same of ids `[..., K]`, with whatever stride along K."""
     cols = tensor.shape[-1]
     if tensor.numel() == 0:
         # strides mean nothing here, and contiguous() leaves them as they are
         return Rows(tensor.new_empty(1, tensor.shape[:-1].numel(), cols))
-    if cols > 1 and tensor.stride(-1) != 1:
-        tensor = tensor.contiguous()
     lead = _collapse(tensor.shape[:-1], tensor.stride()[:-1])
     if len(lead) > 2:
         tensor = tensor.contiguous()
         lead = _collapse(tensor.shape[:-1], tensor.stride()[:-1])
     (outer, stride_outer), (inner, stride_inner) = [(1, 0)] * (2 - len(lead)) + lead
     # one column may lie at any stride: nothing steps along it
-    return Rows(tensor.as_strided((outer, inner, cols), (stride_outer, stride_inner, 1)))
-
-
-def as_id_rows(ids: Tensor) -> Rows:
-    """View `ids` `[..., K]` as rows of K ids at any stride, copied only like `as_rows` does."""
-    number = ids.shape[-1]
-    if ids.numel() == 0:
-        return Rows(ids.new_empty(1, ids.shape[:-1].numel(), number))
-    lead = _collapse(ids.shape[:-1], ids.stride()[:-1])
-    if len(lead) > 2:
-        ids = ids.contiguous()
-        lead = _collapse(ids.shape[:-1], ids.stride()[:-1])
-    (outer, stride_outer), (inner, stride_inner) = [(1, 0)] * (2 - len(lead)) + lead
-    step = ids.stride(-1)
-    return Rows(ids.as_strided((outer, inner, number), (stride_outer, stride_inner, step)))
+    step = tensor.stride(-1) if cols > 1 else 1
+    return Rows(tensor.as_strided((outer, inner, cols), (stride_outer, stride_inner, step)))
 
 
 def _collapse(shape: torch.Size, strides: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ def token_stats(
 ) -> TokenShard:
     """One read: `(m; S)` or `(m; S, W)`, and the logits at `ids`, 0 where they are not here."""
     rows, number = logits.num_rows, ids.num_cols
-    codes = bad_ids(ids, bounds, dtype)
+    codes = _codes(ids, bounds, dtype)
     if watch is not None:
         watch.known(codes)
     maxes = torch.empty(1, rows, dtype=dtype, device=logits.device)
@@ -37,7 +37,7 @@ def token_stats(
     for start, stop in tiles.chunks(logits, dtype, buffers=4, ids=number):
         u = logits.copy(start, stop, dtype)
         if logits.num_cols and number:
-            at = _columns(ids, bounds, logits.num_cols, start, stop)
+            at = _columns(ids.copy(start, stop, torch.int64), bounds, logits.num_cols)
             chosen[start:stop] = torch.where(at >= 0, u.gather(1, at.clamp(min=0)), 0.0)
         maxes[0, start:stop] = tiles.row_max(u)
         tiles.centre_(u, maxes[0, start:stop], temperature)
@@ -50,7 +50,7 @@ def token_stats(
     return TokenShard(ShardStats(maxes[None], sums[None], codes[None]), chosen)
 
 
-def bad_ids(ids: Rows, bounds: Bounds, dtype: torch.dtype) -> Tensor:
+def _codes(ids: Rows, bounds: Bounds, dtype: torch.dtype) -> Tensor:
     """`[1, N]`, or `[0, N]` without ids: 0, or a row's first bad id, plus 1 if not negative."""
     number = ids.num_cols
     codes = torch.zeros(min(number, 1), ids.num_rows, dtype=dtype, device=ids.device)
@@ -66,12 +66,11 @@ def bad_ids(ids: Rows, bounds: Bounds, dtype: torch.dtype) -> Tensor:
     return codes
 
 
-def _columns(ids: Rows, bounds: Bounds, width: int, start: int, stop: int) -> Tensor:
-    """The columns `[n, K]` of rows' ids, -1 for what is no column of this shard."""
-    some = ids.copy(start, stop, torch.int64)
-    ignored = some == bounds.ignore_index
-    some -= bounds.vocab_start
-    return some.masked_fill_(ignored | (some < 0) | (some >= width), -1)
+def _columns(ids: Tensor, bounds: Bounds, width: int) -> Tensor:
+    """The columns of ids `[n, K]`, -1 for what is no column of this shard."""
+    columns = ids - bounds.vocab_start
+    nowhere = (ids == bounds.ignore_index) | (columns < 0) | (columns >= width)
+    return columns.masked_fill_(nowhere, -1)
 
 
 def finish_tokens(
@@ -124,8 +123,9 @@ def token_grad(
         skip = torch.ones_like(m, dtype=torch.bool)
         weights, total = None, torch.zeros_like(m)
         if grad_logprobs is not None:
-            asked = ids.copy(start, stop, torch.int64) != bounds.ignore_index
-            upstream = torch.where(asked, grad_logprobs[start:stop], 0.0)
+            some = ids.copy(start, stop, torch.int64)
+            columns = _columns(some, bounds, logits.num_cols)
+            upstream = torch.where(some != bounds.ignore_index, grad_logprobs[start:stop], 0.0)
             skip = (upstream == 0).all(1)
             nan = (upstream != 0) & (bad != 0)[:, None]
             weights = (upstream / temperature).masked_fill_(nan, NAN)
@@ -142,7 +142,7 @@ def token_grad(
             u.mul_((upstream / temperature)[:, None]).add_(total[:, None])
             grad.mul_(u)
         if weights is not None:
-            _add_chosen(grad, _columns(ids, bounds, logits.num_cols, start, stop), weights)
+            _add_chosen(grad, columns, weights)
         grad.masked_fill_((skip | (s == 0))[:, None], 0.0)
         out[start:stop] = grad
 
