@@ -17,12 +17,15 @@ import os, signal, sys, time, types
 from vocabtp.opsd import cli, launch
 from vocabtp.opsd.errors import Interrupted, ModelError
 
+def put(line):  # in one piece, though both ranks write to the same pipe
+    os.write(1, f"{line}\\n".encode())
+
 class Trainer:
     def __init__(self, config):
         self.config = config
     def check(self):
         if launch.rank() == 1:
-            print("rank 1 of", os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], flush=True)
+            put(f"rank 1 of {os.environ['WORLD_SIZE']} {os.environ['OMP_NUM_THREADS']}")
         return {}
     def train(self):
         how = self.config.data.answer_field
@@ -32,11 +35,10 @@ class Trainer:
             hit = []
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda n, frame: hit.append(n))
-            # in one piece, though both ranks write to the same pipe
-            os.write(1, f"ready {os.getpid()}\\n".encode())
+            put(f"ready {os.getpid()}")
             while not hit:
                 time.sleep(0.05)
-            print("saved", flush=True)
+            put("saved")
             raise Interrupted(hit[0])
         if launch.rank() == 1:
             if how == "crash":

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sys
+from typing import TextIO
 
 
 def say(text: str) -> None:
     """Prints one answer."""
-    stream = sys.stdout
-    print(text, file=stream, flush=True)
+    write_line(text, sys.stdout)
 
 
 def complain(text: str) -> None:
     """Prints one line about what went wrong."""
-    stream = sys.stderr
-    print(text, file=stream, flush=True)
+    write_line(text, sys.stderr)
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """Writes the text and its newline in one piece.
+
+    All ranks of a host share one pipe, and `print` writes the newline apart where Python does not
+    buffer (`PYTHONUNBUFFERED`, usual under a cluster's launcher): two lines would run together.
+    """
+    stream.write(f"{text}\n")
+    stream.flush()

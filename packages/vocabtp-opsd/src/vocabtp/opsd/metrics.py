@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from vocabtp.opsd._console import write_line
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import Task
@@ -142,7 +144,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
-            print(line, file=self._stream, flush=True)
+            write_line(line, self._stream)
 
     def close(self) -> None:
         """Ends the bar; a second call does nothing."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from vocabtp.opsd._console import write_line
 from vocabtp.opsd._version import __version__
 from vocabtp.opsd.metrics import read_metrics
 
@@ -135,7 +136,7 @@ def print_summary(summary: Summary, report: Path | None, stream: TextIO | None =
     stream = sys.stdout if stream is None else stream
     Console(file=stream, width=None if stream.isatty() else 100).print(table)
     if report is not None:
-        print(f"report: {report}", file=stream, flush=True)
+        write_line(f"report: {report}", stream)
 
 
 def curves(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
