@@ -37,7 +37,6 @@ COLS = (32000, 37984, 75967, 75968, 151936)
 SHARED = ((8192, 75968), (64, 75968), (1024, 151936))
 # where torch.compile is measured too
 FEW = ((256, 75968), (1024, 75968))
-MOST_EAGER = 1024  # rows
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("contiguous", "sliced", "window")
 _L2_BYTES = 160_000_000  # of input sets, more than a chip's L2 holds
@@ -116,9 +115,9 @@ def arms_at(point: Point, mode: str, found: dict[str, arms.Arm]) -> list[str]:
     if not (point.rows in ROWS and point.cols in COLS):
         return [*found] if contiguous else [n for n in found if n in OWN]
     triton = [n for n in found if n == "triton"]
-    if shape == SHARED[0]:
-        return [*found] if contiguous else triton
-    if mode != "train" and (shape not in SHARED or not contiguous):
+    if shape == SHARED[0] and contiguous:
+        return [*found]
+    if mode != "train" and shape != SHARED[0] and not (shape in SHARED and contiguous):
         return []
     names = triton
     if shape in SHARED and contiguous:
@@ -126,8 +125,8 @@ def arms_at(point: Point, mode: str, found: dict[str, arms.Arm]) -> list[str]:
         names = [n for n in found if n != "eager" and (n != "compile" or mode != "train_both")]
     elif shape in FEW and contiguous:
         names += [n for n in found if n == "compile"]
-    # the eager path takes seconds, in proportion to the rows: one mode of few rows tells
-    if mode == "train" and contiguous and point.rows <= MOST_EAGER:
+    # the eager path is a hundred times slower: one mode tells
+    if mode == "train" and point.layout != "window":
         names += [n for n in found if n == "eager"]
     return names
 

@@ -13,6 +13,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ PARTS: dict[str, Callable[[tables.Book], str]] = {
     "detail": tables.detail,
     "both": tables.both_gradients,
     "few": tables.few_rows,
-    "grid": tables.grid,
-    "eager": tables.eager,
+    "grid": partial(tables.grid, arm="triton"),
+    "eager": partial(tables.grid, arm="eager"),
     "tp": tables.sharded,
 }
 

@@ -205,8 +205,8 @@ def few_rows(book: Book) -> str:
     return "\n\n".join(filter(None, found))
 
 
-def grid(book: Book) -> str:
-    """Triton's time over the byte floor everywhere; contiguous / sliced / window."""
+def grid(book: Book, arm: str) -> str:
+    """An arm's time over the byte floor everywhere; contiguous / sliced / window."""
     widths = book.values("cols")
     found = []
     for dtype in book.have("dtype", SHORT):
@@ -216,28 +216,14 @@ def grid(book: Book) -> str:
                 cells = []
                 for width in widths:
                     pair = (
-                        book.get(op, "train", "triton", dtype, (size, width), layout)
+                        book.get(op, "train", arm, dtype, (size, width), layout)
                         for layout in ("contiguous", "sliced", "window")
                     )
-                    both = [f"{r['floor']:.2f}" if r and good(r) else status(r) for r in pair]
+                    both = [times(r["floor"])[:-1] if r and good(r) else status(r) for r in pair]
                     cells.append(" / ".join(filter(None, both)))
                 rows.append([f"{label}, {size} rows", *cells])
         found.append(table([SHORT[dtype], *map(str, widths)], rows))
     return "\n\n".join(filter(None, found))
-
-
-def eager(book: Book) -> str:
-    """What the eager path takes, forward and backward."""
-    sizes = book.values("rows")
-    rows = (
-        [
-            f"{label}, {SHORT[dtype]}",
-            *(cell(book.get(op, "train", "eager", dtype, (n, MAIN[1]))) for n in sizes),
-        ]
-        for dtype in book.have("dtype", SHORT)
-        for op, label in OPS.items()
-    )
-    return table([f"{MAIN[1]} columns", *(f"{n} rows" for n in sizes)], rows)
 
 
 def sharded(book: Book) -> str:

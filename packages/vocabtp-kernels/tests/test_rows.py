@@ -56,11 +56,11 @@ def test_rows_come_in_row_major_order(name):
     assert (rows.num_rows, rows.num_cols) == right.shape
     for start in range(n + 1):
         for stop in {start, min(start + 1, n), min(start + 4, n), n}:
-            part = rows.copy(start, stop, torch.float64)
+            part = rows.copy(slice(start, stop), torch.float64)
             assert part.is_contiguous()
             assert torch.equal(part, right[start:stop])
             part.fill_(-1.0)  # a copy: the rows keep theirs
-    assert torch.equal(rows.copy(0, n, torch.float64), right)
+    assert torch.equal(rows.copy(slice(0, n), torch.float64), right)
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
@@ -82,8 +82,8 @@ def test_rows_of_ids_come_in_row_major_order(name):
     rows = as_id_rows(x)
     n = x.shape[:-1].numel()
     assert (rows.num_rows, rows.num_cols) == (n, x.shape[-1])
-    assert torch.equal(rows.copy(0, n, x.dtype), x.reshape(n, x.shape[-1]))
-    assert torch.equal(rows.copy(n // 3, n, x.dtype), x.reshape(n, x.shape[-1])[n // 3 :])
+    assert torch.equal(rows.copy(slice(0, n), x.dtype), x.reshape(n, x.shape[-1]))
+    assert torch.equal(rows.copy(slice(n // 3, n), x.dtype), x.reshape(n, x.shape[-1])[n // 3 :])
     if name not in EMPTY:
         same = rows.blocks.untyped_storage().data_ptr() == BASE.untyped_storage().data_ptr()
         assert same == (name in IDS_IN_PLACE)

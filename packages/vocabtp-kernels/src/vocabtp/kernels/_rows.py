@@ -34,10 +34,15 @@ class Rows:
         """Where the rows are."""
         return self.blocks.device
 
-    def copy(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Rows `start` to `stop` as a fresh contiguous `[stop - start, L]` tensor of `dtype`."""
-        out = torch.empty(stop - start, self.num_cols, dtype=dtype, device=self.device)
-        inner = self.blocks.shape[1]
+    def copy(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows as a fresh contiguous `[n, L]` tensor of `dtype`."""
+        shape = (rows.stop - rows.start, self.num_cols)
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        return self.copy_to(out, rows.start)
+
+    def copy_to(self, out: Tensor, start: int) -> Tensor:
+        """As many rows as `out` has, from `start` on; `out` `[n, L]` is contiguous."""
+        stop, inner = start + out.shape[0], self.blocks.shape[1]
         row = start
         while row < stop:
             block, first = divmod(row, inner)

@@ -31,9 +31,9 @@ class ShardStats(NamedTuple):
     sums: Tensor  # [S, N] centred on this rank's maxes
     flags: Tensor  # [F, N] 0 unless a rank has something to report of the row
 
-    def rows(self, start: int, stop: int) -> ShardStats:
-        """Those of rows `start` to `stop`."""
-        return ShardStats(*(part[:, start:stop] for part in self))
+    def rows(self, rows: slice) -> ShardStats:
+        """Those of some rows."""
+        return ShardStats(*(part[:, rows] for part in self))
 
 
 class TokenShard(NamedTuple):

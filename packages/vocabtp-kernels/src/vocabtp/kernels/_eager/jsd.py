@@ -19,7 +19,8 @@ from vocabtp.kernels._stats import INF, ShardStats, log_ratio, pair_scale
 
 # up to here six terms of the series are exact; beyond it the plain form loses 5 (fp64: 10) bits
 _SERIES = {torch.float32: 2.0**-5, torch.float64: 2.0**-10}
-_BUFFERS = 16
+# working copies of `_terms`: what it fills, and what it holds besides
+_PLANES, _MORE = 6, 1.75
 
 
 def pair_stats(
@@ -28,12 +29,12 @@ def pair_stats(
     """The first read: `(m_p, m_q; S_p, S_q)` `[1, *, N]`."""
     maxes = torch.empty(2, p.num_rows, dtype=dtype, device=p.device)
     sums = torch.empty_like(maxes)
-    for side, logits in enumerate((p, q)):
-        for start, stop in tiles.chunks(logits, dtype, buffers=3):
-            u = logits.copy(start, stop, dtype)
-            maxes[side, start:stop] = tiles.row_max(u)
-            tiles.centre_(u, maxes[side, start:stop], temperature)
-            sums[side, start:stop] = tiles.row_sum(u.exp_())
+    for here, u in tiles.working(p, dtype, 2, 0):
+        p.copy_to(u[0], here.start)
+        q.copy_to(u[1], here.start)
+        maxes[:, here] = tiles.row_max(u)
+        tiles.centre_(u, maxes[:, here], temperature)
+        sums[:, here] = tiles.row_sum(u.exp_())
     return ShardStats(maxes[None], sums[None], maxes.new_zeros(1, 0, p.num_rows))
 
 
@@ -49,18 +50,14 @@ def jsd_terms(
 ) -> Tensor:
     """The second read: `[1, 3, N]` sums of t (capped), w p log(p/m) and w q log(q/m)."""
     terms = torch.empty(3, p.num_rows, dtype=stats.sums.dtype, device=p.device)
-    for start, stop in tiles.chunks(p, stats.sums.dtype, _BUFFERS):
-        p_p, p_q, log_p, log_q, term = _terms(
-            p, q, stats.rows(start, stop), start, stop, temperature, beta
-        )
+    for here, work in tiles.working(p, stats.sums.dtype, _PLANES, _MORE):
+        known = stats.rows(here)
+        summands, probs = _terms(p, q, known, here.start, temperature, beta, work)
         if clip is not None:
-            above = term > clip
-            log_p.masked_fill_(above, 0.0)
-            log_q.masked_fill_(above, 0.0)
-            term.clamp_(max=clip)
-        terms[0, start:stop] = tiles.row_sum(term)
-        terms[1, start:stop] = tiles.row_sum(log_p.mul_(p_p))
-        terms[2, start:stop] = tiles.row_sum(log_q.mul_(p_q))
+            summands[1:].masked_fill_(summands[0] > clip, 0.0)
+            summands[0].clamp_(max=clip)
+        summands[1:].mul_(probs)
+        terms[:, here] = tiles.row_sum(summands)
     return terms[None]
 
 
@@ -79,54 +76,64 @@ def jsd_grad(
 ) -> None:
     """One more read, one write a side: `upstream` `[N]` times `factor` times the gradients."""
     scale, skip = pair_scale(upstream, stats, factor)
-    for start, stop in tiles.chunks(p, stats.sums.dtype, _BUFFERS):
-        p_p, p_q, log_p, log_q, term = _terms(
-            p, q, stats.rows(start, stop), start, stop, temperature, beta
-        )
-        sides = ((out_p, p_p, log_p, 1.0 - beta, 1), (out_q, p_q, log_q, beta, 2))
-        for out, prob, log_over_m, weight, index in sides:
+    for here, work in tiles.working(p, stats.sums.dtype, _PLANES, _MORE):
+        known = stats.rows(here)
+        summands, probs = _terms(p, q, known, here.start, temperature, beta, work)
+        if clip is not None:
+            summands[1:].masked_fill_(summands[0] > clip, 0.0)
+        for side, (out, weight) in enumerate(((out_p, 1.0 - beta), (out_q, beta))):
             if out is None:
                 continue
-            if clip is not None:
-                log_over_m.masked_fill_(term > clip, 0.0)
-            log_over_m.sub_(terms[index, start:stop, None]).mul_(prob)
-            log_over_m.mul_((scale[start:stop] * weight)[:, None])
-            out[start:stop] = log_over_m.masked_fill_(skip[start:stop, None], 0.0)
+            log_over_m = summands[1 + side]
+            log_over_m.sub_(terms[1 + side, here, None]).mul_(probs[side])
+            log_over_m.mul_((scale[here] * weight)[:, None])
+            out[here] = log_over_m.masked_fill_(skip[here, None], 0.0)
 
 
 def _terms(
-    p: Rows, q: Rows, here: ShardStats, start: int, stop: int, temperature: float, beta: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """p, q, log(p/m), log(q/m) - 0 where p or q is 0 - and the terms before a clip."""
-    dtype = here.sums.dtype
-    u_p = tiles.centre_(p.copy(start, stop, dtype), here.maxes[0], temperature)
-    x = tiles.centre_(q.copy(start, stop, dtype), here.maxes[1], temperature)
-    prob_q = x.exp().div_(here.sums[1, :, None])
-    x.sub_(u_p).sub_(log_ratio(here)[:, None])
+    p: Rows,
+    q: Rows,
+    here: ShardStats,
+    start: int,
+    temperature: float,
+    beta: float,
+    work: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`(t, log(p/m), log(q/m))` before a clip and `(p, q)`; a log is 0 where its p or q is."""
+    summands, probs, x = work[:3], work[3:5], work[5]
+    t, log_p, log_q = summands
+    p.copy_to(probs[0], start)
+    q.copy_to(probs[1], start)
+    tiles.centre_(probs, here.maxes, temperature)
+    torch.sub(probs[1], probs[0], out=x)
     # NaN where both are masked; a NaN of the row itself shows in S
-    x.nan_to_num_(nan=0.0, posinf=INF, neginf=-INF)
-    prob_p = u_p.exp_().div_(here.sums[0, :, None])
-    log_p = _log_mix(x, beta, 1.0 - beta).neg_().masked_fill_(prob_p == 0, 0.0)
-    log_q = _log_mix(-x, 1.0 - beta, beta).neg_().masked_fill_(prob_q == 0, 0.0)
-    plain = (prob_q * log_q).mul_(beta).add_(prob_p * log_p, alpha=1.0 - beta)
-    e = x.expm1_()
-    near = e.abs() < _SERIES[dtype]
-    return prob_p, prob_q, log_p, log_q, torch.where(near, _series(e, beta).mul_(prob_p), plain)
+    x.sub_(log_ratio(here)[:, None]).nan_to_num_(nan=0.0, posinf=INF, neginf=-INF)
+    probs.exp_().div_(here.sums[:2, :, None])
+    _log_mix(x, beta, 1.0 - beta, out=log_p, spare=t)
+    _log_mix(x.neg_(), 1.0 - beta, beta, out=log_q, spare=t)
+    summands[1:].neg_().masked_fill_(probs == 0, 0.0)
+    torch.mul(probs[1], log_q, out=t).mul_(beta).add_(probs[0] * log_p, alpha=1.0 - beta)
+    e = x.neg_().expm1_()
+    series = _series(e, beta).mul_(probs[0])
+    torch.where(e.abs_() < _SERIES[e.dtype], series, t, out=t)
+    return summands, probs
 
 
-def _log_mix(y: Tensor, weight: float, rest: float) -> Tensor:
+def _log_mix(y: Tensor, weight: float, rest: float, *, out: Tensor, spare: Tensor) -> None:
     """log(rest + w exp(y)) with rest = 1 - w, to full accuracy for every y in [-inf, inf]."""
-    far = y + math.log(weight)
-    mix = y.exp().mul_(weight).add_(rest)
-    near = y.expm1().mul_(weight).log1p_()
+    torch.expm1(y, out=out).mul_(weight).log1p_()
     # log1p loses digits close to -1, exp overflows above 88
-    near = torch.where(mix < 0.5, mix.log(), near)
-    return torch.where(y > 80.0, far, near)
+    mix = torch.exp(y, out=spare).mul_(weight).add_(rest)
+    small = mix < 0.5
+    torch.where(small, mix.log_(), out, out=out)
+    far = torch.add(y, math.log(weight), out=spare)
+    torch.where(y > 80.0, far, out, out=out)
 
 
 def _series(e: Tensor, beta: float) -> Tensor:
-    total = torch.zeros_like(e)
+    total: Tensor | None = None
     for j in range(5, -1, -1):
         factor = (-1) ** j * beta * -math.expm1((j + 1) * math.log(beta)) / ((j + 1) * (j + 2))
-        total.mul_(e).add_(factor)
+        total = torch.full_like(e, factor) if total is None else total.mul_(e).add_(factor)
+    assert total is not None
     return total.mul_(e).mul_(e)

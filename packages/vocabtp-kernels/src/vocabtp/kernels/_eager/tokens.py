@@ -34,19 +34,19 @@ def token_stats(
     maxes = torch.empty(1, rows, dtype=dtype, device=logits.device)
     sums = torch.empty(2 if entropy else 1, rows, dtype=dtype, device=logits.device)
     chosen = torch.zeros(rows, number, dtype=dtype, device=logits.device)
-    for start, stop in tiles.chunks(logits, dtype, buffers=4, ids=number):
-        u = logits.copy(start, stop, dtype)
-        if logits.num_cols and number:
-            at = _columns(ids.copy(start, stop, torch.int64), bounds, logits.num_cols)
-            chosen[start:stop] = torch.where(at >= 0, u.gather(1, at.clamp(min=0)), 0.0)
-        maxes[0, start:stop] = tiles.row_max(u)
-        tiles.centre_(u, maxes[0, start:stop], temperature)
-        exps = u.exp()
+    width = logits.num_cols
+    for here, work in tiles.working(logits, dtype, sums.shape[0], 0.5, ids=number):
+        exps, u = work[0], logits.copy_to(work[-1], here.start)
+        if width and number:
+            at = _columns(ids.copy(here, torch.int64), bounds, width)
+            chosen[here] = torch.where(at >= 0, u.gather(1, at.clamp(min=0)), 0.0)
+        maxes[0, here] = tiles.row_max(u)
+        tiles.centre_(u, maxes[0, here], temperature)
+        torch.exp(u, out=exps)
         if entropy:
             # 0 * -inf at a masked token adds nothing
             u.masked_fill_(u == -INF, 0.0).mul_(exps)
-            sums[1, start:stop] = tiles.row_sum(u)
-        sums[0, start:stop] = tiles.row_sum(exps)
+        sums[:, here] = tiles.row_sum(work)
     return TokenShard(ShardStats(maxes[None], sums[None], codes[None]), chosen)
 
 
@@ -56,13 +56,13 @@ def _codes(ids: Rows, bounds: Bounds, dtype: torch.dtype) -> Tensor:
     codes = torch.zeros(min(number, 1), ids.num_rows, dtype=dtype, device=ids.device)
     if number == 0:
         return codes
-    for start, stop in tiles.chunks(ids, torch.int64, buffers=0, ids=number):
-        some = ids.copy(start, stop, torch.int64)
+    for here in tiles.chunks(ids, torch.int64, buffers=0, ids=number):
+        some = ids.copy(here, torch.int64)
         bad = (some != bounds.ignore_index) & ((some < 0) | (some >= bounds.vocab_size))
         first = bad.to(torch.int8).argmax(1, keepdim=True)
         code = some.gather(1, first)
         code = torch.where(code >= 0, code + 1, code) * bad.gather(1, first)
-        codes[0, start:stop] = code[:, 0].to(dtype)
+        codes[0, here] = code[:, 0].to(dtype)
     return codes
 
 
@@ -91,11 +91,11 @@ def finish_tokens(
     else:
         whole = _stats.merge_softmax(stats, temperature)
     bad = (whole.flags != 0).any(0)
-    for start, stop in tiles.chunks(ids, torch.int64, buffers=0, ids=ids.num_cols):
-        ignored = ids.copy(start, stop, torch.int64) == bounds.ignore_index
-        part = chosen[start:stop]
-        values = _stats.finish_logprobs(whole.rows(start, stop), part, temperature)
-        values.masked_fill_(bad[start:stop, None], NAN).masked_fill_(ignored, 0.0)
+    for here in tiles.chunks(ids, torch.int64, buffers=0, ids=ids.num_cols):
+        ignored = ids.copy(here, torch.int64) == bounds.ignore_index
+        part = chosen[here]
+        values = _stats.finish_logprobs(whole.rows(here), part, temperature)
+        values.masked_fill_(bad[here, None], NAN).masked_fill_(ignored, 0.0)
         part.copy_(values)
     entropies = _stats.finish_entropy(whole) if entropy else None
     planes = (whole.maxes, whole.sums[:1], bad[None].to(chosen.dtype), whole.sums[1:])
@@ -118,24 +118,24 @@ def token_grad(
     """
     if logits.num_cols == 0:
         return
-    for start, stop in tiles.chunks(logits, stats.dtype, buffers=4, ids=ids.num_cols):
-        m, s, bad, *weighted = stats[:, start:stop]
+    for here, (u, grad) in tiles.working(logits, stats.dtype, 2, 0.5, ids=ids.num_cols):
+        m, s, bad, *weighted = stats[:, here]
         skip = torch.ones_like(m, dtype=torch.bool)
         weights, total = None, torch.zeros_like(m)
         if grad_logprobs is not None:
-            some = ids.copy(start, stop, torch.int64)
+            some = ids.copy(here, torch.int64)
             columns = _columns(some, bounds, logits.num_cols)
-            upstream = torch.where(some != bounds.ignore_index, grad_logprobs[start:stop], 0.0)
+            upstream = torch.where(some != bounds.ignore_index, grad_logprobs[here], 0.0)
             skip = (upstream == 0).all(1)
             nan = (upstream != 0) & (bad != 0)[:, None]
             weights = (upstream / temperature).masked_fill_(nan, NAN)
             total = tiles.row_sum(weights.clone())
-        u = tiles.centre_(logits.copy(start, stop, stats.dtype), m, temperature)
-        grad = u.exp().div_(-s[:, None])
+        tiles.centre_(logits.copy_to(u, here.start), m, temperature)
+        torch.exp(u, out=grad).div_(-s[:, None])
         if grad_entropy is None:
             grad.mul_(total[:, None])
         else:
-            upstream = grad_entropy[start:stop]
+            upstream = grad_entropy[here]
             skip &= upstream == 0
             # where p is 0 u must not be -inf, nor become it
             u.masked_fill_(grad == 0, 0.0).sub_((weighted[0] / s)[:, None])
@@ -144,7 +144,7 @@ def token_grad(
         if weights is not None:
             _add_chosen(grad, columns, weights)
         grad.masked_fill_((skip | (s == 0))[:, None], 0.0)
-        out[start:stop] = grad
+        out[here] = grad
 
 
 def _add_chosen(grad: Tensor, columns: Tensor, weights: Tensor) -> None:
