@@ -6,9 +6,22 @@ import logging
 import pytest
 import yaml
 
+from config_files import BASE
 from deepspeed_files import RUN
 from vocabtp.opsd.config import load_config
 from vocabtp.opsd.errors import ConfigError
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    """Writes a file of `base` and `extra`, a whole configuration if nothing else is said."""
+
+    def call(extra="", name="run.yaml", base=BASE):
+        path = tmp_path / name
+        path.write_text(base + extra, encoding="utf-8")
+        return path
+
+    return call
 
 
 @pytest.fixture
