@@ -183,3 +183,16 @@ def whole(named) -> dict[str, Any]:
         tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         out[name] = tensor.clone()
     return out
+
+
+def same(a, b) -> bool:
+    """Whether tensors by name are equal, of which both have all."""
+    assert a.keys() == b.keys()
+    return all(a[name].equal(b[name]) for name in a)
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """What a run logged, without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "tokens_per_s", "peak")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]

@@ -11,7 +11,7 @@ import torch
 import vocabtp.opsd.checkpoint as module
 import vocabtp.opsd.run as run_module
 from tiny_models import tiny_model
-from tiny_run import recorded, tiny_run
+from tiny_run import recorded, same, tiny_run
 from vocabtp.opsd.checkpoint import Checkpoints, Saved
 from vocabtp.opsd.config import TrainingConfig
 from vocabtp.opsd.engine import TorchEngine
@@ -19,11 +19,6 @@ from vocabtp.opsd.errors import CheckpointError, Interrupted
 from vocabtp.opsd.parallel import Layout
 
 ASYNC = "training.async_save=true"
-
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def names(root):

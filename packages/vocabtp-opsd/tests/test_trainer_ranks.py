@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from faulty_ranks import full_disk
-from tiny_run import recorded, tiny_run
+from tiny_run import recorded, same, tiny_run
 
 SGD = {
     "optimizer": "sgd",
@@ -19,11 +19,6 @@ SGD = {
 def close(a, b):
     for name, value in b.items():
         torch.testing.assert_close(a[name], value, rtol=1e-5, atol=1e-6)
-
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def runs(rank, world, calls):
