@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import logging
-import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from tiny_models import tiny_config, tiny_model
+from tiny_checkpoints import SIZES, both_tied_keys, save, section
+from tiny_models import tiny_model
 from vocabtp.opsd import model as model_module
 from vocabtp.opsd.config import ParallelConfig
-from vocabtp.opsd.errors import ModelError
 from vocabtp.opsd.local_shards import Skeleton, fill
 from vocabtp.opsd.model import load_model
 from vocabtp.opsd.parallel import Layout, make_layout
 from vocabtp.opsd.sharding import release
 from vocabtp.opsd.weight_files import read_headers
 
-# heads and sizes that 2 and 3 ranks divide; a vocabulary of 37 that they do not
-SIZES = {
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "intermediate_size": 45,
-}
 CASES = [
     ("qwen2", {"tied": False}),
     ("qwen2", {"tied": True}),
@@ -37,18 +27,6 @@ CASES = [
     ("gemma2", {"tied": True}),
     ("gpt2", {"tied": True}),
 ]
-
-
-def section(path, dtype="float32"):
-    return SimpleNamespace(model_name_or_path=str(path), trust_remote_code=False, dtype=dtype)
-
-
-def save(path, kind="llama", *, pieces=True, **changes):
-    """In several files, or in one."""
-    sizes = {} if kind == "gpt2" else SIZES
-    model = tiny_model(kind, **(sizes | changes))
-    model.save_pretrained(path, max_shard_size="12KB" if pieces else "1GB")
-    return path
 
 
 def tensors(model):
@@ -178,100 +156,6 @@ def test_parameters_can_be_kept_on_the_host_and_rounded(tmp_path):
     assert torch.equal(module.scale, stored["scale"])
 
 
-def file_of(path, key):
-    return next(file for file in sorted(path.glob("*.safetensors")) if key in load_file(file))
-
-
-def damage(path, what):
-    """Returns what the message has to say."""
-    key = "model.layers.1.mlp.up_proj.weight"
-    file = file_of(path, key)
-    state = load_file(file)
-    said = [key, file.name]
-    if what == "missing":
-        del state[key]
-        said = [key, "model-00001-of", "missing"]
-    elif what == "unexpected":
-        state["model.layers.7.odd"] = torch.zeros(3)
-        said = ["model.layers.7.odd", file.name, "unexpected"]
-    elif what == "shape":
-        state[key] = state[key][:-1].clone()
-        said += ["[44, 48] instead of [45, 48]", "mismatched"]
-    if what == "gone":
-        file.unlink()
-        return [file.name]
-    save_file(state, file, {"format": "pt"})
-    return said
-
-
-FAULTS = ["missing", "unexpected", "shape", "gone"]
-
-
-def vanishing(layout, root, mine):
-    """The message where one rank's file goes away between its header and its weights."""
-    read_skeleton = model_module.read_skeleton
-
-    def then_gone(*args):
-        skeleton = read_skeleton(*args)
-        if mine:
-            (root / "vanishing" / "model.safetensors").unlink()
-        return skeleton
-
-    model_module.read_skeleton = then_gone
-    try:
-        wanted = section(root / ("vanishing" if mine else "whole"))
-        with pytest.raises(ModelError) as caught:
-            load_model(wanted, layout, trainable=True)
-    finally:
-        model_module.read_skeleton = read_skeleton
-    return str(caught.value)
-
-
-def faults(rank, world, root):
-    layout = make_layout(ParallelConfig(tp=world, device="cpu"))
-    texts = []
-    for what in FAULTS:
-        # a machine of its own: only the last rank's copy is damaged
-        mine = root / (what if rank == world - 1 else "whole")
-        with pytest.raises(ModelError) as caught:
-            load_model(section(mine), layout, trainable=True)
-        texts.append(str(caught.value))
-    texts.append(vanishing(layout, root, rank == world - 1))
-    # one rank needs the whole model, so all of them read it
-    odd = root / ("own-values" if rank == world - 1 else "equal-values")
-    model = load_model(section(odd), layout, trainable=True)
-    assert not model.tied or rank == 0
-    return texts
-
-
-def test_wrong_files_are_named_and_no_rank_fails_alone(tmp_path, ranks):
-    save(tmp_path / "whole")
-    save(tmp_path / "vanishing", pieces=False)
-    said = {}
-    for what in FAULTS:
-        save(tmp_path / what)
-        said[what] = damage(tmp_path / what, what)
-    for name, change in (("equal-values", 0.0), ("own-values", 1.0)):
-        both_tied_keys(tmp_path / name, change)
-    first, second = ranks(faults, 2, tmp_path, limit=120)
-    assert first == second
-    said["vanishing"] = ["cannot read model.embed_tokens.weight in", "model.safetensors"]
-    for what, text in zip(said, first, strict=True):
-        assert all(part in text for part in said[what]), text
-        assert "student" in text
-        assert "\n" not in text
-
-
-def both_tied_keys(path, change):
-    """A tied model whose files hold embedding and head, which differ in the last row."""
-    save(path, tied=True, pieces=False)
-    state = load_file(path / "model.safetensors")
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    state["lm_head.weight"][-1] += change
-    save_file(state, path / "model.safetensors", {"format": "pt"})
-    return state
-
-
 def notices(caplog):
     return [r.getMessage() for r in caplog.records if r.name == "vocabtp.opsd"]
 
@@ -321,56 +205,3 @@ def test_weights_that_are_made_off_the_meta_device_are_read_too(tmp_path, caplog
     assert any(key.endswith("lambda_q1") for key in truth)
     assert model.module.state_dict().keys() == truth.keys()
     assert all(torch.equal(v, truth[k]) for k, v in model.module.state_dict().items())
-
-
-BIG = {
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 11,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
-
-
-def memory(key):
-    return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-
-def loaded_in(rank, world, tp, dtype, small, big):
-    layout = make_layout(ParallelConfig(tp=tp, device="cpu", shard="zero3"))
-    # code, threads and buffers of the first
-    load_model(section(small, dtype), layout, trainable=True)
-    before = memory("VmRSS")
-    model = load_model(section(big, dtype), layout, trainable=True)
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.module.parameters()]
-    share = sum(part.untyped_storage().nbytes() for part in parts)
-    # the most since the process began: never less than what this load needed
-    return memory("VmHWM") - before, share
-
-
-@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32")])
-def test_a_rank_needs_its_share_of_host_memory_and_little_more(tmp_path, ranks, tp, dtype):
-    """A part of one tensor more, whether tensor-parallel or data-parallel ranks cut it.
-
-    Data-parallel ones keep float32 of a bfloat16 student.
-    """
-    from transformers import AutoModelForCausalLM
-
-    vocab = 4001
-    with torch.device("meta"):
-        big = AutoModelForCausalLM.from_config(tiny_config("llama", vocab=vocab, **BIG))
-    state = {k: torch.full(v.shape, 0.5) for k, v in big.state_dict().items()}
-    big.config.save_pretrained(tmp_path / "big")
-    save_file(state, tmp_path / "big" / "model.safetensors", {"format": "pt"})
-    total = sum(v.nbytes for v in state.values())
-    assert total > 180e6
-    del state
-    save(tmp_path / "small")
-    largest = vocab * BIG["hidden_size"] * 4
-    paths = (tmp_path / "small", tmp_path / "big")
-    for peak, share in ranks(loaded_in, 2, tp, dtype, *paths, limit=120):
-        assert share < 0.52 * total
-        # what is more is one part's pages: mostly 0.4 to 1 times the largest tensor, once 2.9;
-        # less than the share, where some of it lies in memory that the process had free
-        assert 0.9 * share <= peak <= 1.3 * share + largest
