@@ -61,13 +61,13 @@ def full_disk(rank, world, path, what, overrides):
     What each rank says when rank 1 cannot write tensors (`tensors`), rank 0 not the last file
     (`mark`), or not the metrics of the second step (`metrics`).
     """
-    import vocabtp.opsd.checkpoint as module
+    from vocabtp.opsd import checkpoint, checkpoint_files
     from vocabtp.opsd.errors import UserError
     from vocabtp.opsd.metrics import MetricsWriter
 
     owner, name = {
-        "tensors": (module.FileSystemWriter, "write_data"),
-        "mark": (module, "_write"),
+        "tensors": (checkpoint.FileSystemWriter, "write_data"),
+        "mark": (checkpoint_files, "_write"),
         "metrics": (MetricsWriter, "write"),
     }[what]
     write, calls = getattr(owner, name), []

@@ -12,7 +12,8 @@ import vocabtp.opsd.checkpoint as module
 import vocabtp.opsd.run as run_module
 from tiny_models import tiny_model
 from tiny_run import recorded, same, tiny_run
-from vocabtp.opsd.checkpoint import Checkpoints, Saved
+from vocabtp.opsd.checkpoint import Checkpoints
+from vocabtp.opsd.checkpoint_files import Saved
 from vocabtp.opsd.config import TrainingConfig
 from vocabtp.opsd.engine import TorchEngine
 from vocabtp.opsd.errors import CheckpointError, Interrupted

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vocabtp.opsd.checkpoint import _fault
+from vocabtp.opsd.checkpoint_files import fault
 from vocabtp.opsd.config import load_config
 from vocabtp.opsd.errors import UserError
 from vocabtp.opsd.output import Output
@@ -19,21 +19,21 @@ def checkpoint(tmp_path):
     for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "COMPLETE").write_text(json.dumps({name: len(t) for name, t in files.items()}))
-    assert _fault(folder) == ""
+    assert fault(folder) == ""
     return folder
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "3", "{}", '{"state.json": 11}', "\0\0"])
 def test_complete_without_a_list_of_files(checkpoint, text):
     (checkpoint / "COMPLETE").write_text(text)
-    assert "COMPLETE" in _fault(checkpoint)
+    assert "COMPLETE" in fault(checkpoint)
 
 
 @pytest.mark.parametrize("text", ["\0" * 11, "[1,2,3,4,5]", '{"stop": 4}', "{}         "])
 def test_state_of_the_right_size_that_says_nothing(checkpoint, text):
     assert len(text) == 11
     (checkpoint / "state.json").write_text(text)
-    assert "state.json cannot be read" in _fault(checkpoint)
+    assert "state.json cannot be read" in fault(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard", "config.yaml"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiny_run import logged, recorded, same, tiny_run
-from vocabtp.opsd.checkpoint import _fault
+from vocabtp.opsd.checkpoint_files import fault
 from vocabtp.opsd.config import load_config
 from vocabtp.opsd.errors import CheckpointError, DeviceMemoryError, Interrupted
 from vocabtp.opsd.trainer import Trainer
@@ -155,24 +155,25 @@ def test_half_written_checkpoints_are_passed_over(tmp_path, capsys):
     assert resumed["losses"] == straight["losses"][1:]
     assert same(resumed["weights"], straight["weights"])
     assert {p.name: p.read_bytes() for p in steps[1].iterdir()} == files
-    assert not _fault(steps[4])
+    assert not fault(steps[4])
 
 
 @pytest.mark.parametrize("broken", ["writer", "marker"])
 def test_a_writer_that_fails_leaves_the_one_before(tmp_path, monkeypatch, broken):
-    import vocabtp.opsd.checkpoint as module
+    from vocabtp.opsd import checkpoint, checkpoint_files
 
     path = tiny_run(tmp_path, training={"max_steps": 4, "save_steps": 2})
-    real = module._write if broken == "marker" else module.save_tensors
-    count = []
+    marker = broken == "marker"
+    module, name = (checkpoint_files, "_write") if marker else (checkpoint, "save_tensors")
+    real, count = getattr(module, name), []
 
     def fail(*args, **options):
         count.append(1)
-        if len(count) == (3 if broken == "marker" else 2):
+        if len(count) == (3 if marker else 2):
             raise OSError(28, "No space left on device")
         return real(*args, **options)
 
-    monkeypatch.setattr(module, "_write" if broken == "marker" else "save_tensors", fail)
+    monkeypatch.setattr(module, name, fail)
     with pytest.raises(CheckpointError, match="No space left"):
         recorded(path)
     monkeypatch.undo()

@@ -1,34 +1,23 @@
 """Checkpoints that are either whole or not there, and a resume that is exact.
 
-    checkpoints/step-00000004/
-        .metadata, __0_0.distcp, ...   tensors of model, optimizer, random states (torch's format)
-        state.json                     step, counters, the configuration, the data's fingerprint
-        COMPLETE                       names and sizes of the files above, written last
-
-A checkpoint is written under the name `step-00000004.partial`, flushed to disk and renamed. What
-is not named so, lacks COMPLETE, or does not hold what COMPLETE lists, is passed over on resume.
+`vocabtp.opsd.checkpoint_files` says what lies in a checkpoint's directory, and when it is whole.
 Tensors carry qualified parameter names, so that another layout can read them; a tied weight is
 stored once. Only tensors are pickled, and they are read with `weights_only`.
 
 Written in the background, a checkpoint is first copied to the host, which is all that training
-waits for. A thread then does the same as above, over a group of its own: its collectives must not
-mix with those of the training. One is written at a time; its error comes with the next one, or at
-the end of the run.
+waits for. A thread then writes it, over a group of its own: its collectives must not mix with those
+of the training. One is written at a time; its error comes with the next one, or at the end of the
+run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,28 +29,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from vocabtp.opsd._background import Background
 from vocabtp.opsd._tensor_reader import SafeReader
+from vocabtp.opsd.checkpoint_files import Saved, begin, complete, fault
 from vocabtp.opsd.engine import Engine
 from vocabtp.opsd.engine.places import place_of, wrapped
 from vocabtp.opsd.errors import CheckpointError
 from vocabtp.opsd.parallel import TIMEOUT, Layout
 from vocabtp.opsd.sharding import sharding_of
 
-_NAME = re.compile(r"step-(\d{8})")
-_MARK = "COMPLETE"
-_STATE = "state.json"
 _ALONE = "torch.distributed is disabled"  # a warning; a single process is not a mistake
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What a checkpoint says beside its tensors."""
-
-    step: int  # optimizer steps done
-    counters: dict[str, float] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, str] = field(default_factory=dict)  # fingerprint of each data file
-    layout: dict[str, int] = field(default_factory=dict)
-    before: dict[str, Any] | None = None  # the evaluation before the first step
 
 
 class Checkpoints:
@@ -163,7 +138,7 @@ class Checkpoints:
         final: Path,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._lead("prepare", lambda: _fresh(partial), group)
+        self._lead("prepare", lambda: begin(partial), group)
         with _one_line(f"{partial}: could not be written"):
             save_tensors(
                 tensors,
@@ -171,7 +146,7 @@ class Checkpoints:
                 process_group=group,
                 no_dist=self.alone,
             )
-        self._lead("finish", lambda: self._finish(partial, final, saved), group)
+        self._lead("finish", lambda: complete(partial, final, saved, self.keep), group)
 
     def latest(self, say: Callable[[str], None]) -> Path | None:
         """The newest whole checkpoint, chosen by rank 0 for all.
@@ -182,11 +157,11 @@ class Checkpoints:
         choice: list[str | None] = [None]
         if self.lead:
             for path in sorted(self.root.glob("step-*"), reverse=True):
-                fault = _fault(path)
-                if not fault:
+                wrong = fault(path)
+                if not wrong:
                     choice[0] = str(path)
                     break
-                say(f"checkpoint {path} passed over: {fault}")
+                say(f"checkpoint {path} passed over: {wrong}")
         if not self.alone:
             dist.broadcast_object_list(choice, src=0, group=self.layout.world_group)
         return Path(choice[0]) if choice[0] else None
@@ -219,20 +194,6 @@ class Checkpoints:
         if engine is not None:
             engine.load_state_tensors(state)
             self.set_rng(rng)
-
-    def _finish(self, partial: Path, final: Path, saved: Saved) -> None:
-        _write(partial / _STATE, json.dumps(vars(saved), indent=1))
-        sizes = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
-        _write(partial / _MARK, json.dumps(sizes, indent=1))
-        _sync_directory(partial)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _sync_directory(self.root)
-        whole = [p for p in sorted(self.root.glob("step-*")) if not _fault(p)]
-        # what an earlier writer left half done is of no use once there is a newer whole one
-        for old in [*whole[: -self.keep], *self.root.glob("step-*.partial")]:
-            shutil.rmtree(old)
 
     def _lead(self, what: str, act: Callable[[], object], group: dist.ProcessGroup | None) -> None:
         """Let rank 0 act; its failure becomes the same error on every rank."""
@@ -267,11 +228,6 @@ class Checkpoints:
                 module.set_rng_state(value, self.layout.device)
 
 
-def read_saved(path: Path) -> Saved:
-    """What a whole checkpoint says beside its tensors."""
-    return Saved(**json.loads((path / _STATE).read_text("utf-8")))
-
-
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, a tied weight once.
 
@@ -302,54 +258,6 @@ def _take_over(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 parameter.copy_(place.unwrap(read))
             elif read.dtype != parameter.dtype:
                 parameter.copy_(read)
-
-
-def _fault(path: Path) -> str:
-    """Why this directory is not a whole checkpoint; empty if it is one."""
-    if path.name.endswith(".partial"):
-        return "its writer did not finish"
-    if not _NAME.fullmatch(path.name):
-        return "its name is not that of a checkpoint"
-    try:
-        sizes = json.loads((path / _MARK).read_text("utf-8"))
-    except FileNotFoundError:
-        return f"it has no file {_MARK}"
-    except (OSError, ValueError) as error:
-        return f"its file {_MARK} cannot be read: {error}"
-    if not isinstance(sizes, dict) or not {_STATE, ".metadata"} <= sizes.keys():
-        return f"its file {_MARK} does not list what a checkpoint has"
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file():
-            return f"file {name} is missing"
-        if file.stat().st_size != size:
-            return f"file {name} has {file.stat().st_size} bytes instead of {size}"
-    try:
-        read_saved(path)
-    except (OSError, TypeError, ValueError) as error:
-        return f"its file {_STATE} cannot be read: {error}"
-    return ""
-
-
-def _fresh(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

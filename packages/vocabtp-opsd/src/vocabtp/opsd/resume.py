@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vocabtp.opsd.checkpoint import Saved
+from vocabtp.opsd.checkpoint_files import Saved
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.errors import CheckpointError
 from vocabtp.opsd.session import Inputs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from vocabtp.opsd.checkpoint import Saved
+from vocabtp.opsd.checkpoint_files import Saved
 from vocabtp.opsd.engine import Engine
 from vocabtp.opsd.errors import CheckpointError, Interrupted, ModelError, NotFiniteError, UserError
 from vocabtp.opsd.evaluate import Evaluation, evaluate

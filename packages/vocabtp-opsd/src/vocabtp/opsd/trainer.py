@@ -11,7 +11,8 @@ from torch import nn
 
 from vocabtp.opsd._console import complain
 from vocabtp.opsd.attention import attention_kernels
-from vocabtp.opsd.checkpoint import Checkpoints, Saved, read_saved
+from vocabtp.opsd.checkpoint import Checkpoints
+from vocabtp.opsd.checkpoint_files import Saved, read_saved
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import total_steps
 from vocabtp.opsd.engine import Engine, TorchEngine
