@@ -14,7 +14,7 @@ def autotp(rank, world, folder):
     """Bounds and weights of a model cut with and without its weights; refusals."""
     from vocabtp.opsd.config import StudentConfig
     from vocabtp.opsd.engine.deepspeed_start import start
-    from vocabtp.opsd.model import load_model, place_model
+    from vocabtp.opsd.loading import load_model, place_model
     from vocabtp.opsd.parallel import make_layout
 
     layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))
@@ -81,7 +81,7 @@ def autotp(rank, world, folder):
 
 def blocks(rank, world):
     """Logits of a model that splits its fused projection by a size of its own, and the whole's."""
-    from vocabtp.opsd.model import place_model
+    from vocabtp.opsd.loading import place_model
     from vocabtp.opsd.parallel import make_layout
 
     layout = make_layout(SimpleNamespace(tp=world, device="cpu", shard="none"))

@@ -196,10 +196,10 @@ def compiled(rank, world, target, variants):
 
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    import vocabtp.opsd.model as model_module
+    import vocabtp.opsd.loading as loading_module
 
     counter = CompileCounterWithBackend("aot_eager")
-    model_module.compile_layers = partial(model_module.compile_layers, backend=counter)
+    loading_module.compile_layers = partial(loading_module.compile_layers, backend=counter)
     return runs(rank, world, target, variants), counter.frame_count
 
 

@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 from tiny_run import recorded, tiny_run
 from vocabtp.opsd.config import load_config
 from vocabtp.opsd.errors import ConfigError, ModelError
-from vocabtp.opsd.model import place_model
+from vocabtp.opsd.loading import place_model
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.trainer import Trainer
 

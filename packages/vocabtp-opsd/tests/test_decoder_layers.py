@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import vocabtp.opsd.layers as layers_module
-import vocabtp.opsd.model as model_module
+import vocabtp.opsd.loading as loading_module
 from tiny_models import tiny_model
 from tiny_run import recorded, tiny_run
 from vocabtp.opsd.errors import ConfigError, ModelError
 from vocabtp.opsd.layers import checkpoint_layers, compile_layers, decoder_layers
-from vocabtp.opsd.model import evaluating, place_model
+from vocabtp.opsd.loading import place_model
+from vocabtp.opsd.model import evaluating
 from vocabtp.opsd.parallel import Layout, make_layout
 
 AGAIN = "training.activation_checkpointing=true"
@@ -185,7 +186,7 @@ def compiler(monkeypatch, request):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(getattr(request, "param", "eager"))
     monkeypatch.setattr(
-        model_module, "compile_layers", partial(layers_module.compile_layers, backend=counter)
+        loading_module, "compile_layers", partial(layers_module.compile_layers, backend=counter)
     )
     yield counter
     torch._dynamo.reset()
@@ -237,8 +238,8 @@ def test_decoding_is_left_as_it_is(compiler):
         place_model(tiny_model("llama"), Layout(), name="m", trainable=trained)
         for trained in (True, False)
     )
-    model_module.compile_layers(student.module, "s", trained=True)
-    model_module.compile_layers(teacher.module, "t", trained=False)
+    loading_module.compile_layers(student.module, "s", trained=True)
+    loading_module.compile_layers(teacher.module, "t", trained=False)
     with torch.no_grad():
         for model in (student, teacher):
             for width in (5, 6):

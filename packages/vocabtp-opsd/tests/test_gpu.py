@@ -11,7 +11,8 @@ import vocabtp.opsd.rollout as rollout_module
 from tiny_models import tiny_model
 from tiny_run import recorded, tiny_run
 from vocabtp.dist import VocabShard
-from vocabtp.opsd.model import LanguageModel, place_model
+from vocabtp.opsd.loading import place_model
+from vocabtp.opsd.model import LanguageModel
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.rollout import left_padded
 from vocabtp.opsd.session import checksum

@@ -10,7 +10,7 @@ from tiny_models import tiny_config, tiny_model
 from vocabtp.opsd import model_files
 from vocabtp.opsd.config import load_config
 from vocabtp.opsd.errors import ModelError
-from vocabtp.opsd.model import load_model, load_models
+from vocabtp.opsd.loading import load_model, load_models
 from vocabtp.opsd.parallel import Layout, make_layout
 
 
@@ -37,8 +37,8 @@ def no_weights(monkeypatch):
     def refuse(*_args):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("vocabtp.opsd.model.read_model", refuse)
-    monkeypatch.setattr("vocabtp.opsd.model.read_skeleton", refuse)
+    monkeypatch.setattr("vocabtp.opsd.loading.read_model", refuse)
+    monkeypatch.setattr("vocabtp.opsd.loading.read_skeleton", refuse)
 
 
 def test_student_trains_and_teacher_is_frozen(tmp_path):

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from tiny_checkpoints import SIZES, both_tied_keys, save, section
 from tiny_models import tiny_model
-from vocabtp.opsd import model as model_module
+from vocabtp.opsd import loading as loading_module
 from vocabtp.opsd.config import ParallelConfig
+from vocabtp.opsd.loading import load_model
 from vocabtp.opsd.local_shards import Skeleton, fill
-from vocabtp.opsd.model import load_model
 from vocabtp.opsd.parallel import Layout, make_layout
 from vocabtp.opsd.sharding import release
 from vocabtp.opsd.weight_files import read_headers
@@ -58,7 +58,7 @@ def both_ways(wanted, layout, **options):
     """A model of which each rank read its parts, and one that each read whole."""
     new = load_model(wanted, layout, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_module, "read_skeleton", the_old_way)
+        patch.setattr(loading_module, "read_skeleton", the_old_way)
         return new, load_model(wanted, layout, **options)
 
 

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tiny_checkpoints import both_tied_keys, save, section
-from vocabtp.opsd import model as model_module
+from vocabtp.opsd import loading as loading_module
 from vocabtp.opsd.config import ParallelConfig
 from vocabtp.opsd.errors import ModelError
-from vocabtp.opsd.model import load_model
+from vocabtp.opsd.loading import load_model
 from vocabtp.opsd.parallel import make_layout
 
 
@@ -45,7 +45,7 @@ FAULTS = ["missing", "unexpected", "shape", "gone"]
 
 def vanishing(layout, root, mine):
     """The message where one rank's file goes away between its header and its weights."""
-    read_skeleton = model_module.read_skeleton
+    read_skeleton = loading_module.read_skeleton
 
     def then_gone(*args):
         skeleton = read_skeleton(*args)
@@ -53,13 +53,13 @@ def vanishing(layout, root, mine):
             (root / "vanishing" / "model.safetensors").unlink()
         return skeleton
 
-    model_module.read_skeleton = then_gone
+    loading_module.read_skeleton = then_gone
     try:
         wanted = section(root / ("vanishing" if mine else "whole"))
         with pytest.raises(ModelError) as caught:
             load_model(wanted, layout, trainable=True)
     finally:
-        model_module.read_skeleton = read_skeleton
+        loading_module.read_skeleton = read_skeleton
     return str(caught.value)
 
 

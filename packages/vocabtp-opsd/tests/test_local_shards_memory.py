@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tiny_checkpoints import save, section
 from tiny_models import tiny_config
 from vocabtp.opsd.config import ParallelConfig
-from vocabtp.opsd.model import load_model
+from vocabtp.opsd.loading import load_model
 from vocabtp.opsd.parallel import make_layout
 
 BIG = {

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from tiny_models import tiny_model
 from vocabtp.dist import GroupExchange
 from vocabtp.kernels import logprobs
-from vocabtp.opsd.model import evaluating, place_model
+from vocabtp.opsd.loading import place_model
+from vocabtp.opsd.model import evaluating
 from vocabtp.opsd.parallel import Layout, make_layout
 
 

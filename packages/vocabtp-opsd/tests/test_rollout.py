@@ -10,7 +10,7 @@ import torch
 
 import vocabtp.opsd.rollout as rollout_module
 from tiny_models import tiny_model
-from vocabtp.opsd.model import place_model
+from vocabtp.opsd.loading import place_model
 from vocabtp.opsd.parallel import Layout, make_layout
 from vocabtp.opsd.rollout import generate
 

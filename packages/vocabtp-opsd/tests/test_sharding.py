@@ -7,7 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import vocabtp.opsd.sharding as sharding_module
 from tiny_models import tiny_model
 from vocabtp.opsd.errors import ModelError
-from vocabtp.opsd.model import place_model
+from vocabtp.opsd.loading import place_model
 from vocabtp.opsd.parallel import make_layout
 from vocabtp.opsd.sharding import gathered, release, shard_module, sharding_of
 

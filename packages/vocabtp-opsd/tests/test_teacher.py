@@ -13,7 +13,7 @@ from vocabtp.cache import PREFETCH_BYTES
 from vocabtp.dist import GroupExchange
 from vocabtp.kernels import kl_div
 from vocabtp.opsd.config import TeacherConfig
-from vocabtp.opsd.model import place_model
+from vocabtp.opsd.loading import place_model
 from vocabtp.opsd.parallel import Layout, make_layout
 from vocabtp.opsd.rollout import generate
 from vocabtp.opsd.teacher import Teacher

@@ -8,7 +8,7 @@ import torch
 import vocabtp.opsd.teacher_head as teacher_head
 from tiny_models import tiny_model
 from vocabtp.opsd.errors import ModelError
-from vocabtp.opsd.model import place_model
+from vocabtp.opsd.loading import place_model
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.teacher import Teacher
 from vocabtp.opsd.teacher_head import check_head, response_states

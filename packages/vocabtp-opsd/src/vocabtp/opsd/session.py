@@ -15,7 +15,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import Example, load_examples
-from vocabtp.opsd.model import LanguageModel, load_models
+from vocabtp.opsd.loading import load_models
+from vocabtp.opsd.model import LanguageModel
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.teacher import Teacher
 from vocabtp.opsd.tokens import (
