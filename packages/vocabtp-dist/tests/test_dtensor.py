@@ -1,5 +1,7 @@
 """DTensors bring group and bounds; their gradients are DTensors cut alike."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,6 +124,54 @@ def _through_a_layer(rank, world, place):
 @at(eager=[2], interpreted=[2])
 def test_gradient_reaches_the_head(tp):
     assert tp(_through_a_layer) == [True, True]
+
+
+def _changed_in_place(rank, world, place):
+    """Whatever DTensor a backward reads again: changed before it, it is refused as torch's ops do.
+
+    Such a change is counted on the DTensor, and not on the local tensor that the ops keep.
+    """
+    mesh = init_device_mesh(place.device, (world,))
+    whole = _whole(4, place.device)
+    ids = torch.tensor([[0, 1, 2], [3, 3, 0]], device=place.device)
+    shard = vd.VocabShard.even(4, mesh.get_group())
+    for op in ops().values():
+        if place.interpreted and op.options:
+            continue
+        for changed in range(op.sides + op.takes_ids):
+            # that one alone is a DTensor
+            given = [x[..., shard.start : shard.end].clone() for x in whole[: op.sides]]
+            given += [ids.clone()] if op.takes_ids else []
+            cut = Shard(2) if changed < op.sides else Replicate()
+            given[changed] = DTensor.from_local(given[changed], mesh, [cut])
+            given[0].requires_grad_()
+            if op.sides == 2 and not op.options:
+                given[1].requires_grad_()
+            for touch in (False, True):
+                values = op.sharded(*given, **op.options, shard=shard)
+                if touch:
+                    with torch.no_grad():
+                        given[changed].add_(0)
+                loss = sum(v.sum() for v in (values if isinstance(values, tuple) else (values,)))
+                refused = pytest.raises(RuntimeError, match="modified by an inplace operation")
+                with refused if touch else contextlib.nullcontext():
+                    torch.autograd.grad(loss, given[0])
+    # ids of inference mode have no versions: what was there in the forward counts
+    x = whole[0][..., shard.start : shard.end].clone().requires_grad_()
+    with torch.inference_mode():
+        drawn = DTensor.from_local(ids.clone(), mesh, [Replicate()])
+    values = vd.vocab_parallel_logprobs(x, drawn, shard=shard)
+    with torch.inference_mode():
+        drawn.fill_(1)
+    (grad,) = torch.autograd.grad(values.sum(), x)
+    (right,) = torch.autograd.grad(vd.vocab_parallel_logprobs(x, ids, shard=shard).sum(), x)
+    assert torch.equal(grad, right)
+    return True
+
+
+@at(eager=[2], interpreted=[2])
+def test_a_dtensor_changed_before_the_backward_is_refused(tp):
+    assert tp(_changed_in_place, limit=120) == [True, True]
 
 
 def _refusals(rank, world):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from vocabtp import kernels
-from vocabtp.dist._dtensor import local_replica
+from vocabtp.dist._dtensor import local_replica, unchanged
 from vocabtp.dist._inputs import Bounds, prepare
 from vocabtp.dist.collectives import GroupExchange, group_size
 from vocabtp.dist.shard import VocabShard
@@ -53,6 +53,7 @@ def pair_inputs(
         facts=facts,
         check=check,
     )
+    p, q = unchanged((p, q), (student, teacher))
     return p, q, own
 
 
@@ -95,6 +96,7 @@ def token_inputs(
         facts=facts,
         check=check,
     )
+    (local,) = unchanged((local,), (logits, index))
     options = {
         "ignore_index": ignore_index,
         "temperature": temperature,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from vocabtp.dist.collectives import group_rank, group_size
 from vocabtp.dist.shard import VocabShard, even_bounds
@@ -93,6 +95,36 @@ class _LocalColumns(torch.autograd.Function):
             stride=strides,
         )
         return result
+
+
+def unchanged(local: Sequence[Tensor], read: Iterable[object]) -> list[Tensor]:
+    """`local`, whose backward raises where a DTensor of `read` has changed in place, as torch's do.
+
+    An operation in place on a DTensor is counted on the DTensor alone. Its local tensor, which is
+    what the ops keep for their backward, tells nothing.
+    """
+    if torch.compiler.is_compiling() or not any(is_dtensor(x) for x in read):
+        return list(local)
+    # those of inference mode are not counted at all
+    kept = [x.detach() for x in read if is_dtensor(x) and not x.is_inference()]
+    return [
+        _Unchanged.apply(x, *kept) if x.requires_grad else x  # type: ignore[no-untyped-call]
+        for x in local
+    ]
+
+
+class _Unchanged(torch.autograd.Function):
+    """Passes a gradient on, unless one of `read` has another version than in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, *read: DTensor) -> Tensor:
+        ctx.save_for_backward(*read)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # who asks for them has the versions compared
+        return grad, *(None for _ in ctx.saved_tensors)
 
 
 def local_replica(x: Any, name: str) -> Any:

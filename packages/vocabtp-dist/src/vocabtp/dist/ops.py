@@ -30,6 +30,7 @@ from torch import Tensor
 
 from vocabtp import kernels
 from vocabtp.dist._arguments import exchange_of, pair_inputs, token_inputs
+from vocabtp.dist._dtensor import unchanged
 from vocabtp.dist._inputs import Bounds, prepare
 from vocabtp.dist.shard import VocabShard
 from vocabtp.kernels import checks
@@ -133,6 +134,7 @@ def vocab_parallel_entropy(
         facts={"temperature": temperature},
         check=check,
     )
+    (local,) = unchanged((local,), (vocab_parallel_logits,))
     return kernels.entropy(local, temperature=temperature, exchange=exchange_of(own))
 
 
