@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import vocabtp.dist as vd
 from tp_places import at
+from vocabtp import kernels
 from vocabtp.dist.testing import ops
 from vocabtp.kernels import reference
 
@@ -234,6 +235,16 @@ def _refusals(rank, world):
         vd.vocab_parallel_logprobs(good, sharded_ids)
     out.append(str(info.value))
     vd.vocab_parallel_kl_div(good, local)
+    # the ops of one device say who takes it
+    for call in (
+        lambda: kernels.entropy(good),
+        lambda: kernels.kl_div(x, good),
+        lambda: kernels.jsd(good, x),
+        lambda: kernels.logprobs(good, ids),
+        lambda: kernels.logprobs_and_entropy(x, distribute_tensor(ids, mesh, [Replicate()])),
+    ):
+        with pytest.raises(TypeError, match=r"plain tensor, got DTensor; .* vocabtp\.dist"):
+            call()
     return out
 
 

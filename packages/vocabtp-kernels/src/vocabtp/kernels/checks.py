@@ -94,9 +94,20 @@ def _numbers(caller: str, name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _logits(caller: str, name: str, value: object) -> Tensor:
+def _plain(caller: str, name: str, value: object) -> Tensor:
+    """A tensor whose memory is here, as a kernel reads it; a DTensor's is not."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{caller}: {name} must be a tensor, got {type(value).__name__}")
+    if hasattr(value, "to_local"):
+        raise TypeError(
+            f"{caller}: {name} must be a plain tensor, got {type(value).__name__}; "
+            "the ops of vocabtp.dist take one"
+        )
+    return value
+
+
+def _logits(caller: str, name: str, given: object) -> Tensor:
+    value = _plain(caller, name, given)
     if value.dtype not in _LOGITS:
         raise TypeError(
             f"{caller}: {name} must be bfloat16, float16, float32 or float64, got {value.dtype}"
@@ -129,10 +140,9 @@ def pair(caller: str, student: object, teacher: object) -> tuple[Tensor, Tensor]
     return _numbers(caller, "student_logits", one), two
 
 
-def index(caller: str, value: object, of: Tensor) -> Tensor:
+def index(caller: str, given: object, of: Tensor) -> Tensor:
     """Integer ids `[...]` or `[..., K]` for logits `[..., L]`, on their device; as `[..., K]`."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{caller}: index must be a tensor, got {type(value).__name__}")
+    value = _plain(caller, "index", given)
     if value.dtype not in _IDS:
         raise TypeError(f"{caller}: index must hold integers, got {value.dtype}")
     lead = of.shape[:-1]
