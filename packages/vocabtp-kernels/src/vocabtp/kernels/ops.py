@@ -134,7 +134,7 @@ def logprobs_and_entropy(
 
     Args:
         logits: as for `logprobs`.
-        index: as for `logprobs`. A row whose ids are ignored keeps its entropy.
+        index: as for `logprobs`. A row whose ids are ignored or out of range keeps its entropy.
         ignore_index: as for `logprobs`.
         temperature: 1e-37 to 1e37.
         exchange: how shards come together; `LOCAL` for a whole vocabulary.
