@@ -2,6 +2,7 @@
 
 import pytest
 
+from vocabtp.opsd._deepspeed_booleans import SWITCHES
 from vocabtp.opsd.config import load_config
 from vocabtp.opsd.engine.deepspeed_json import complete
 from vocabtp.opsd.parallel import Layout
@@ -78,6 +79,65 @@ def test_what_would_end_or_lose_gradients_with_deepspeeds_engine(
     # nothing of it is read with the other one
     torch_engine = ours | {"parallel": {"shard": ours["parallel"]["shard"]}}
     load_theirs(theirs, torch_engine)
+
+
+@pytest.mark.parametrize("off", [False, 0, 0.0, "no", "off", "False", "f", "N", "0"])
+def test_a_switch_is_off_however_deepspeed_lets_it_be_written(
+    load_theirs, refusal_of_theirs, warned, off
+):
+    """`bool("no")` is True: it read as on, or passed by a check for false."""
+    norm = {"zero_optimization": {"compute_grad_norm": off}}
+    assert "compute_grad_norm is false" in refusal_of_theirs(norm, engine())
+    half = {"bf16": {"enabled": off}}
+    assert load_theirs(half, {"student": {"dtype": None}}).student.dtype == "float32"
+    assert "bf16.enabled is false, but student.dtype is " in refusal_of_theirs(
+        half, {"student": {"dtype": "bfloat16"}}
+    )
+    head = {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": off}}
+    assert "but distillation.loss_backend is 'vocab_parallel'" in refusal_of_theirs(head)
+    # off, they may stay
+    zero = {f"zero_quantized_{what}": off for what in ("weights", "gradients")}
+    zero |= {"stage": 2, "cpu_offload": off}
+    rest = {"bf16": {"bf16_optimizer_states": off}, "hybrid_engine": {"enabled": off}}
+    warned.clear()
+    load_theirs(rest | {"zero_optimization": zero, "fp16": {"enabled": off}}, engine(stage=2))
+    assert "hybrid_engine" not in warned.text
+
+
+@pytest.mark.parametrize("on", [True, 1, "yes", "on", "TRUE", "t", "1"])
+def test_a_switch_is_on_however_deepspeed_lets_it_be_written(load_theirs, refusal_of_theirs, on):
+    both = {"zero_optimization": {"compute_grad_norm": on}, "bf16": {"enabled": on}}
+    assert load_theirs(both, engine()).student.dtype == "bfloat16"
+    assert "zero_optimization.legacy_stage1 is not supp" in refusal_of_theirs(
+        {"zero_optimization": {"legacy_stage1": on}}
+    )
+
+
+def test_switches_are_booleans_of_deepspeeds_own_classes():
+    """Its other keys it reads by truth: "no" would be on."""
+    pytest.importorskip("deepspeed")
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime.config import HybridEngineConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    classes = {
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "hybrid_engine": HybridEngineConfig,
+        "tensor_parallel": TPTrainingConfig,
+        "compile": CompileConfig,
+        "zero_optimization": DeepSpeedZeroConfig,
+    }
+    assert classes.keys() == SWITCHES.keys()
+    for section, names in SWITCHES.items():
+        fields = {
+            known: field.annotation
+            for name, field in classes[section].model_fields.items()
+            for known in (name, field.alias)
+        }
+        assert {fields[name] for name in names} <= {bool, bool | None}, section
 
 
 @pytest.mark.parametrize(

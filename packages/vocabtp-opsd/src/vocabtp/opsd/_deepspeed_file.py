@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vocabtp.opsd._deepspeed_booleans import plain_switches
 from vocabtp.opsd._deepspeed_keys import problems
 from vocabtp.opsd._document import read_document
 from vocabtp.opsd._wording import shown
@@ -78,6 +79,7 @@ def read_deepspeed(values: dict[str, Any], where: dict[str, str]) -> Reading | N
         )
     if "bfloat16" in reading.values:  # an older name
         reading.values.setdefault("bf16", reading.values.pop("bfloat16"))
+    plain_switches(reading.values)
     for key, text in problems(reading.values):
         raise reading.error(key, text)
     return reading

@@ -54,7 +54,7 @@ def check_types(reading: Reading, values: dict[str, Any]) -> list[str]:
         return []
     stage = _stage(reading, values)
     norm = find(reading.values, "zero_optimization.compute_grad_norm")
-    if norm in (False, "false") and not stage:
+    if norm is False and not stage:
         raise reading.error(
             "zero_optimization.compute_grad_norm",
             "is false, which DeepSpeed has with stage 1 and 2 only: leave it out; gradient norms "
