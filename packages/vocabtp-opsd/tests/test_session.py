@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from tiny_run import tiny_run, tiny_tokenizer
 from vocabtp.opsd import session
 from vocabtp.opsd.config import load_config
-from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.errors import ConfigError, ModelError
 from vocabtp.opsd.evaluate import Evaluation
 from vocabtp.opsd.output import Output
-from vocabtp.opsd.parallel import Layout
+from vocabtp.opsd.parallel import Layout, make_layout
 from vocabtp.opsd.report import Summary
+from vocabtp.opsd.rollout import Rollout
 from vocabtp.opsd.session import read_inputs, read_models
 
 
@@ -93,3 +95,67 @@ def test_the_report_pairs_answers_to_the_same_prompt(tmp_path):
     text = path.read_text(encoding="utf-8")
     assert all(f"{p}!" in text for p in ("p0", "p4"))
     assert not any(p in text for p in ("p2", "p8"))
+
+
+def limited(root, pinned_bytes, payload, *, longest=600, tp=1):
+    """Two answers at a time; a token has 37 logits or 24 numbers of hidden states, in float32."""
+    return load_config(
+        tiny_run(
+            root,
+            teacher={"pinned_bytes": pinned_bytes, "payload": payload},
+            rollout={"max_prompt_length": 16, "max_response_length": longest},
+            training={"micro_batch_size_per_gpu": 2},
+            parallel={"device": "cpu", "tp": tp},
+        )
+    )
+
+
+@pytest.mark.parametrize(("payload", "width"), [("logits", 37), ("hidden", 24)])
+def test_the_payloads_limit_is_the_pools_and_as_tight(tmp_path, payload, width):
+    """Answers end at the student's context of 64: 2 of 63 tokens fill whole pages of a pool."""
+    need = -(-2 * 63 * width * 4 // 4096) * 4096
+    config = limited(tmp_path, need, payload)
+    models = read_models(config, Layout(), read_inputs(config, Layout()))
+    ids = torch.zeros((2, 64), dtype=torch.long)
+    inside = torch.ones_like(ids, dtype=torch.bool)
+    inside[:, 0] = False
+    longest = Rollout(
+        tokens=ids,
+        attention_mask=torch.ones_like(ids),
+        response_mask=inside,
+        prompt_lengths=[1, 1],
+        response_lengths=[63, 63],
+        truncated=[True, True],
+        sample_ids=[0, 1],
+    )
+    with models.teacher.score(longest) as cache:
+        assert len(cache) == 126
+        with pytest.raises(ValueError, match=f"and the limit is {need}"):
+            models.teacher.score(longest)
+    less = limited(tmp_path / "less", need - 1, payload)
+    told = (
+        rf"teacher\.pinned_bytes is {need - 1}, but the {payload} of 2 .* 63 tokens take {need} b"
+    )
+    with pytest.raises(ConfigError, match=told):
+        read_models(less, Layout(), read_inputs(less, Layout()))
+
+
+def _told(rank, world, root):
+    """What this rank is told, and what its longest payload takes."""
+    config = load_config(root / "opsd.yaml")
+    layout = make_layout(config.parallel)
+    try:
+        models = read_models(config, layout, read_inputs(config, layout))
+    except ConfigError as error:
+        return str(error)
+    return models.teacher.payload_nbytes(112)
+
+
+def test_a_limit_that_one_rank_passes_stops_all(tmp_path, ranks):
+    """Of 37 ids rank 0 has 19 and rank 1 has 18: the rows of 112 tokens are 3 and 2 pages."""
+    limited(tmp_path, 3 * 4096, "logits", longest=56, tp=2)
+    assert ranks(_told, 2, tmp_path) == [8512, 8064]
+    limited(tmp_path / "less", 2 * 4096, "logits", longest=56, tp=2)
+    first, second = ranks(_told, 2, tmp_path / "less")
+    assert first == second
+    assert first.startswith("teacher.pinned_bytes is 8192, but the logits of 2 answer(s) of up to")

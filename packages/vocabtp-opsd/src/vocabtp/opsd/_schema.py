@@ -56,6 +56,12 @@ class TeacherConfig(StudentConfig):
         description="Bytes of the payload that may be on the device before the loss asks for them; "
         "they are copied behind the student's forward. 0 copies each chunk when it is asked for.",
     )
+    pinned_bytes: Positive | None = Field(
+        default=None,
+        description="Bytes of host memory, page-locked beside an accelerator, that a rank may hold "
+        "for the payload. A run whose longest answers could need more is refused before its first "
+        "step. Null is no limit: as much is held as the largest payload so far needed.",
+    )
     kind: Literal["model"] = Field(
         default="model", description="Where the teacher comes from: a model of its own."
     )

@@ -36,6 +36,7 @@ FREE = frozenset(
         "teacher.offload_to_cpu",
         "teacher.payload",
         "teacher.prefetch_bytes",
+        "teacher.pinned_bytes",
         "parallel.tp",
         "parallel.nproc",
         "parallel.device",

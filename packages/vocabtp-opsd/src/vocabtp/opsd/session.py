@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from vocabtp.cache.pool import PAGE_BYTES, PinnedPool
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import Example, load_examples
+from vocabtp.opsd.errors import ConfigError
 from vocabtp.opsd.loading import load_models
 from vocabtp.opsd.model import LanguageModel
 from vocabtp.opsd.parallel import Layout
@@ -115,17 +117,36 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
 
         partition(teacher.module, config, layout)
     ends: GenerationConfig | None = getattr(student.module, "generation_config", None)
-    return Models(
+    limit = config.teacher.pinned_bytes
+    scoring = Teacher(
+        teacher,
         student=student,
-        teacher=Teacher(
-            teacher,
-            student=student,
-            offload_to_cpu=config.teacher.offload_to_cpu,
-            payload=config.teacher.payload,
-            prefetch_bytes=config.teacher.prefetch_bytes,
-        ),
-        specials=special_ids(inputs.tokenizer, ends),
+        offload_to_cpu=config.teacher.offload_to_cpu,
+        payload=config.teacher.payload,
+        prefetch_bytes=config.teacher.prefetch_bytes,
+        pool=None if limit is None else PinnedPool(limit),
     )
+    if limit is not None:
+        with layout.together():
+            _check_limit(limit, scoring, config, student.context)
+    return Models(student=student, teacher=scoring, specials=special_ids(inputs.tokenizer, ends))
+
+
+def _check_limit(limit: int, teacher: Teacher, config: Config, context: int | None) -> None:
+    """Refuse a limit that a payload could pass: in a step, only the rank of that payload would."""
+    answers = config.training.micro_batch_size_per_gpu or 1
+    longest = config.rollout.max_response_length
+    if context is not None:
+        longest = min(longest, context - 1)
+    # a pool holds whole pages
+    need = -(-teacher.payload_nbytes(answers * longest) // PAGE_BYTES) * PAGE_BYTES
+    if need > limit:
+        raise ConfigError(
+            f"teacher.pinned_bytes is {limit}, but the {config.teacher.payload} of {answers} "
+            f"answer(s) of up to {longest} tokens take {need} bytes: raise it, set "
+            "teacher.payload hidden if that is less, or lower training.micro_batch_size_per_gpu "
+            "or rollout.max_response_length"
+        )
 
 
 def checksum(model: LanguageModel) -> int:

@@ -9,7 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vocabtp.cache import PREFETCH_BYTES, TeacherCache, TeacherHiddenCache, TeacherLogitCache
+from vocabtp.cache import (
+    PREFETCH_BYTES,
+    PinnedPool,
+    TeacherCache,
+    TeacherHiddenCache,
+    TeacherLogitCache,
+)
 from vocabtp.opsd.model import LanguageModel, evaluating
 from vocabtp.opsd.rollout import Rollout, left_padded
 from vocabtp.opsd.sharding import release, sharding_of
@@ -30,6 +36,7 @@ class Teacher:
         payload: What waits on the host: "logits", or "hidden" states and, on the device, the
             head's weights.
         prefetch_bytes: How much of it may be on the device before it is asked for.
+        pool: Who lends the host memory; None for the process's own.
 
     Raises:
         ModelError: On every rank: payload "hidden" and a head that `TeacherHead` cannot stand for.
@@ -43,6 +50,7 @@ class Teacher:
         offload_to_cpu: bool = False,
         payload: Literal["logits", "hidden"] = "logits",
         prefetch_bytes: int = PREFETCH_BYTES,
+        pool: PinnedPool | None = None,
     ) -> None:
         self.model = model
         self._shared = student is not None and student.module is model.module
@@ -56,7 +64,11 @@ class Teacher:
             model.module.requires_grad_(False)
             model.module.eval()
         self._payload = payload
-        self._options: dict[str, Any] = {"donate": True, "prefetch_bytes": prefetch_bytes}
+        self._options: dict[str, Any] = {
+            "donate": True,
+            "prefetch_bytes": prefetch_bytes,
+            "pool": pool,
+        }
         if payload == "hidden":
             with torch.no_grad(), evaluating(model.module):
                 check_head(model)
@@ -91,6 +103,17 @@ class Teacher:
             logits = self.model.response_logits(*batch)
         release(module)
         return TeacherLogitCache.store(logits, shard, module.dtype, **options)
+
+    def payload_nbytes(self, rows: int) -> int:
+        """Bytes of host memory that a cache of so many rows takes at most on this rank."""
+        module, head = self.model.module, self.model.module.get_output_embeddings().weight
+        width, dtypes = self.model.shard.width, [module.dtype]
+        if self._payload == "hidden":
+            # a partitioned weight has its shape beside it; what meets it may be of any type here
+            width = int(getattr(head, "ds_shape", head.shape)[1])
+            dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
+        itemsize: int = max(dtype.itemsize for dtype in dtypes)
+        return rows * width * itemsize
 
     def identity(self, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
         """What a cache of these tokens, their mask and the response mask is told of itself."""
