@@ -237,13 +237,14 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     shared = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(once)
     state = module.state_dict()
     sharding = sharding_of(module)
-    dtype = None if sharding is None else sharding.dtype
     out: dict[str, Tensor] = {}
     for name, value in state.items():
         if name in shared or not isinstance(value, Tensor):
             continue
         if name in once:
-            value = wrapped(once[name], value if dtype is None else value.to(dtype))
+            if sharding is not None and name not in sharding.whole:
+                value = value.to(sharding.dtype)
+            value = wrapped(once[name], value)
         out[f"model.{name}"] = value
     return out
 

@@ -16,6 +16,7 @@ from vocabtp.opsd.local_shards import Skeleton, fill, first_reason, read_skeleto
 from vocabtp.opsd.model import LanguageModel
 from vocabtp.opsd.model_files import (
     check_context,
+    check_dtypes,
     check_heads,
     check_layout,
     read_config,
@@ -58,6 +59,10 @@ def load_models(
         tp_by = config.parallel.tp_by
         check_layout(config.student, student, "student", layout.tp, cut_vocab, tp_by)
         check_layout(config.teacher, teacher, "teacher", layout.tp, cut_vocab, tp_by)
+        if config.parallel.engine == "deepspeed":
+            check_dtypes(config.student, student, "student")
+            if config.parallel.teacher_shard == "zero3" and layout.dp > 1:
+                check_dtypes(config.teacher, teacher, "teacher")
     options: dict[str, Any] = {
         "tp_by": tp_by,
         "cut_vocab": cut_vocab,

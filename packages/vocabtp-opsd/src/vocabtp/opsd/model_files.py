@@ -7,6 +7,7 @@ against the attention heads, the two heads' widths, the context lengths.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,6 +172,39 @@ def check_context(
             f"teacher.prompt_template gives prompts of up to {teacher_prompt} tokens and an answer "
             f"can have {answer}, but the teacher's context is {other}: shorten the template or its "
             "fields, or lower rollout.max_response_length"
+        )
+
+
+def kept_in_float32(module: Any, dtype: torch.dtype) -> list[str]:
+    """Parameters that the library loads in float32 where the rest of the model is of `dtype`.
+
+    Args:
+        module: A Hugging Face model.
+        dtype: What it is loaded in.
+
+    Returns:
+        Their names, as the model's class asks for them: the weights of some routers, for example.
+    """
+    patterns = [pattern.replace("*", ".*") for pattern in module._get_dtype_plan(dtype)]
+    names = (name for name, _ in module.named_parameters())
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+
+
+def check_dtypes(section: StudentConfig, config: Any, role: str) -> None:
+    """Refuse a model of several dtypes for an engine that makes them one.
+
+    Raises:
+        ModelError: The message names the first parameter that would be rounded.
+    """
+    dtype = getattr(torch, section.dtype)
+    with one_line(section, role, "cannot build it"), torch.device("meta"):
+        skeleton = auto_model.from_config(config, trust_remote_code=section.trust_remote_code)
+    if kept := kept_in_float32(skeleton, dtype):
+        raise ModelError(
+            f"{role} {section.model_name_or_path!r}: {kept[0]} stays in float32 where the model is "
+            f"loaded in {section.dtype}, but DeepSpeed would round it: set {role}.dtype to "
+            "float32, or parallel.engine to torch"
+            + (", or parallel.teacher_shard to none" if role == "teacher" else "")
         )
 
 

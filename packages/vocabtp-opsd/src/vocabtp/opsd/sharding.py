@@ -9,13 +9,17 @@ A student that computes in bf16 is stored in fp32: the stored part is the master
 moves, and a forward sees its bf16 rounding, as it does without sharding. Gradients are summed in
 fp32. A frozen model is stored as it computes.
 
+What the model library keeps in fp32 within a model of bf16 or fp16 (routers of experts, sinks of
+attention: few numbers) is not sharded: every rank holds it whole, computes with it as it is, and
+the engine adds its gradients up.
+
 Every gathering is a collective over the data-parallel ranks: they all have to run equally many
 forwards and backwards, also those without a row to compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +37,7 @@ from torch.distributed.fsdp import (
 
 from vocabtp.opsd.errors import ModelError
 from vocabtp.opsd.layers import decoder_layers
+from vocabtp.opsd.model_files import kept_in_float32
 
 _HALF = (torch.bfloat16, torch.float16)
 _KEY = "vocabtp_sharding"
@@ -45,11 +50,13 @@ class Sharding:
     Attributes:
         dtype: That the module computes in.
         free: Whether a layer's parameters are dropped between its forward and its backward.
+        whole: Names of the parameters that every rank holds whole, in fp32.
         held: Whether all parameters are whole now, until `gathered` ends.
     """
 
     dtype: torch.dtype
     free: bool
+    whole: frozenset[str] = frozenset()
     held: bool = False
 
 
@@ -81,9 +88,11 @@ def shard_module(
             is gathered.
 
     Raises:
-        ModelError: Its parameters are of more than one dtype.
+        ModelError: Its parameters are of more than one dtype, and not because its class keeps
+            some of them in fp32.
     """
-    parameters = list(module.parameters())
+    whole = _kept(module)
+    parameters = [p for key, p in module.named_parameters() if key not in whole]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     if len(dtypes) > 1:
         raise ModelError(
@@ -92,6 +101,7 @@ def shard_module(
         )
     dtype = parameters[0].dtype
     widen = dtype in _HALF and any(p.requires_grad for p in parameters)
+    _move(whole.values(), module, torch.device(mesh.device_type))
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if widen else None,
         reduce_dtype=torch.float32,
@@ -110,6 +120,7 @@ def shard_module(
             reshard_after_forward=free and unit is not module,
             mp_policy=policy,
             offload_policy=away,
+            ignored_params={p for key, p in module.named_parameters() if key in whole},
         )
         if fill is not None:
             fill(unit)
@@ -119,7 +130,7 @@ def shard_module(
         # a sum: losses are divided by the tokens of all ranks. gloo knows no scaled reduction
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    setattr(module, _KEY, Sharding(dtype=dtype, free=free))
+    setattr(module, _KEY, Sharding(dtype=dtype, free=free, whole=frozenset(whole)))
 
 
 def mark_sharded(module: nn.Module, dtype: torch.dtype) -> None:
@@ -175,6 +186,25 @@ def announce_backward(module: nn.Module, *, last: bool) -> None:
 def _units(module: nn.Module) -> list[FSDPModule]:
     """The root, then the layers."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _kept(module: Any) -> dict[str, nn.Parameter]:
+    """The parameters that the model's class keeps in fp32, where the rest is not."""
+    named = dict(module.named_parameters())
+    half = {p.dtype for p in named.values()} - {torch.float32}
+    if len(half) != 1:
+        return {}
+    kept = kept_in_float32(module, half.pop())
+    return {key: named[key] for key in kept if named[key].dtype == torch.float32}
+
+
+def _move(parameters: Iterable[nn.Parameter], module: nn.Module, device: torch.device) -> None:
+    """Put parameters on the device, the tied ones once and still tied."""
+    moved = {p: nn.Parameter(p.detach().to(device), p.requires_grad) for p in parameters}
+    for part in module.modules():
+        for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in moved:
+                part.register_parameter(key, moved[parameter])
 
 
 def _widen(module: nn.Module) -> None:

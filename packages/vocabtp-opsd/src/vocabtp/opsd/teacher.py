@@ -86,7 +86,7 @@ class Teacher:
                 the student's.
 
         Returns:
-            A cache of `[rows, L]` in the dtype of the teacher's weights, of the kind that
+            A cache of `[rows, L]` in the dtype of the teacher's head, of the kind that
             `payload` says, which knows the teacher, the tokens and the positions that it was
             filled from; the caller frees it.
 
@@ -102,18 +102,24 @@ class Teacher:
                 return TeacherHiddenCache.store(states, head, shard, **options)
             logits = self.model.response_logits(*batch)
         release(module)
-        return TeacherLogitCache.store(logits, shard, module.dtype, **options)
+        return TeacherLogitCache.store(logits, shard, self._head_dtype, **options)
 
     def payload_nbytes(self, rows: int) -> int:
         """Bytes of host memory that a cache of so many rows takes at most on this rank."""
         module, head = self.model.module, self.model.module.get_output_embeddings().weight
-        width, dtypes = self.model.shard.width, [module.dtype]
+        width, dtypes = self.model.shard.width, [self._head_dtype]
         if self._payload == "hidden":
             # a partitioned weight has its shape beside it; what meets it may be of any type here
             width = int(getattr(head, "ds_shape", head.shape)[1])
             dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
         itemsize: int = max(dtype.itemsize for dtype in dtypes)
         return rows * width * itemsize
+
+    @property
+    def _head_dtype(self) -> torch.dtype:
+        # not the module's: some models keep their head in fp32
+        found: torch.dtype = self.model.module.get_output_embeddings().weight.dtype
+        return found
 
     def identity(self, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
         """What a cache of these tokens, their mask and the response mask is told of itself."""

@@ -6,7 +6,8 @@ Optimizers here are element-wise, so local shards and replicas update exactly as
 parameter would, fused and foreach kernels work, and the step costs no DTensor dispatch.
 
 Parameters may be sharded over the data-parallel ranks (vocabtp.opsd.sharding). A slot is then a
-part of an fp32 parameter, and gradients come out of the last backward reduced.
+part of an fp32 parameter, and gradients come out of the last backward reduced; those of the few
+parameters that stay whole are reduced here, as without sharding.
 
 Collectives of a step, with P the parameters: one all_reduce over the data-parallel group a bucket
 of P's gradients (none with dp = 1 or sharded parameters), and one all_gather of a few numbers over
@@ -148,29 +149,30 @@ class TorchEngine:
         A rank without response tokens has no gradients and adds zeros. A parameter that no rank
         has a gradient for keeps none, so that weight decay does not move it.
         """
-        if self.layout.dp == 1 or self.sharding is not None:
+        slots = self.slots
+        if self.sharding is not None:
+            slots = [slot for slot in slots if slot.name in self.sharding.whole]
+        if self.layout.dp == 1 or not slots:
             return
-        has = [slot.leaf.grad is not None for slot in self.slots]
+        has = [slot.leaf.grad is not None for slot in slots]
         counts = torch.tensor(has, dtype=torch.float32, device=self.layout.device)
-        for bucket in buckets(self.slots):
+        for bucket in buckets(slots):
             grads = [
-                torch.zeros_like(self.slots[i].leaf)
-                if (grad := self.slots[i].leaf.grad) is None
-                else grad
+                torch.zeros_like(slots[i].leaf) if (grad := slots[i].leaf.grad) is None else grad
                 for i in bucket
             ]
             # the flags ride along with the last bucket
-            flags = [counts.to(grads[0].dtype)] if bucket[-1] == len(self.slots) - 1 else []
+            flags = [counts.to(grads[0].dtype)] if bucket[-1] == len(slots) - 1 else []
             flat = torch.cat([g.reshape(-1) for g in grads] + flags)
             dist.all_reduce(flat, group=self.layout.dp_group)
             start = 0
             for i in bucket:
-                leaf = self.slots[i].leaf
+                leaf = slots[i].leaf
                 leaf.grad = flat[start : start + leaf.numel()].view_as(leaf)
                 start += leaf.numel()
             if flags:
-                counts = flat[-len(self.slots) :]
-        for slot, count in zip(self.slots, counts.tolist(), strict=True):
+                counts = flat[-len(slots) :]
+        for slot, count in zip(slots, counts.tolist(), strict=True):
             if not count:
                 slot.leaf.grad = None
 

@@ -1,0 +1,204 @@
+"""What a model's class keeps in fp32 within bf16 stays so: loaded, sharded and trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from tiny_checkpoints import section
+from tiny_models import tiny_model
+from tiny_run import tiny_run
+from vocabtp.dist import VocabShard
+from vocabtp.opsd.checkpoint import model_tensors
+from vocabtp.opsd.config import ParallelConfig, TrainingConfig, load_config
+from vocabtp.opsd.engine import TorchEngine
+from vocabtp.opsd.errors import ModelError
+from vocabtp.opsd.loading import load_model, load_models
+from vocabtp.opsd.model import LanguageModel
+from vocabtp.opsd.parallel import Layout, make_layout
+from vocabtp.opsd.rollout import Rollout
+from vocabtp.opsd.sharding import release
+from vocabtp.opsd.teacher import Teacher
+
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+}
+# of one the layer reads the router's weight itself, the other has sinks among weights of bf16
+KINDS = {
+    "deepseek_v2": {
+        "n_routed_experts": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "flint": {"num_experts": 4},
+}
+KEPT = {"deepseek_v2": "mlp.gate.weight", "flint": "self_attn.sinks"}
+TOKENS = torch.arange(20).view(2, 10)
+MASK = torch.ones_like(TOKENS)
+RESPONSE = (torch.arange(10) > 3).expand(2, 10)
+
+
+def saved(path, kind):
+    """In fp32: rounded to bf16, every weight is another one."""
+    tiny_model(kind, **EXPERTS, **KINDS[kind]).save_pretrained(path)
+    return path
+
+
+def truth(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+
+def logits_of(module):
+    return module(TOKENS).logits[:, 3:-1].reshape(-1, 37)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _agrees(rank, world, path, kind, shard, offload):
+    """Logits of student and teacher, and what a checkpoint holds, against the library's own."""
+    layout = make_layout(ParallelConfig(device="cpu", shard=shard))
+    expected = truth(path)
+    kept = [name for name, _ in expected.named_parameters() if name.endswith(KEPT[kind])]
+    assert len(kept) == 2
+    for trainable in (True, False):
+        model = load_model(section(path, "bfloat16"), layout, trainable=trainable, offload=offload)
+        with torch.no_grad():
+            model.module.eval()
+            found = model.response_logits(TOKENS, MASK, RESPONSE)
+            assert found.dtype == torch.bfloat16
+            assert torch.equal(found, logits_of(expected))
+            release(model.module)
+        tensors = model_tensors(model.module)
+        for name, parameter in expected.named_parameters():
+            tensor = whole(tensors[f"model.{name}"]).cpu()
+            assert tensor.dtype == (torch.float32 if name in kept else torch.bfloat16), name
+            assert torch.equal(tensor, parameter), name
+    # the test itself: rounded, they would give something else
+    for name in kept:
+        parameter = expected.get_parameter(name)
+        parameter.data = parameter.data.bfloat16().float()
+    assert not torch.equal(found, logits_of(expected))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize(("shard", "offload"), [("none", False), ("zero2", False), ("zero3", True)])
+def test_logits_and_weights_are_those_of_the_library(tmp_path, ranks, kind, shard, offload):
+    saved(tmp_path, kind)
+    ranks(_agrees, 2, tmp_path, kind, shard, offload, limit=120)
+
+
+def _trained(rank, world, path, kind):
+    """The kept parameters after two steps on other rows on each rank, whole and sharded."""
+    out = []
+    for shard in ("none", "zero2", "zero3"):
+        layout = make_layout(ParallelConfig(device="cpu", shard=shard))
+        model = load_model(section(path, "bfloat16"), layout, trainable=True)
+        config = TrainingConfig(
+            learning_rate=0.01, lr_scheduler="constant", max_grad_norm=0.5, optimizer="sgd"
+        )
+        engine = TorchEngine(model.module, config, layout, 2)
+        for index in range(2):
+            for batch in range(2):
+                tokens = (TOKENS + 5 * rank + 7 * batch + index) % 37
+                logits = model.response_logits(tokens, MASK, RESPONSE)
+                loss = logits.float().log_softmax(-1)[:, 3].mean() / -4
+                engine.backward(loss, last=batch == 1)
+            norm = engine.step(index, tokens=1, report=[0.0], own=[]).grad_norm
+        state = engine.state_tensors()
+        names = [slot.name for slot in engine.slots]
+        tensors = model_tensors(model.module)
+        out.append(
+            (
+                norm,
+                {name: whole(tensors[f"model.{name}"]).float() for name in names},
+                {name: f"optimizer.{name}.master" in state for name in names},
+            )
+        )
+    return out
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_their_gradients_are_those_of_all_ranks(tmp_path, ranks, kind):
+    saved(tmp_path, kind)
+    before = dict(truth(tmp_path).named_parameters())
+    first, second = ranks(_trained, 2, tmp_path, kind, limit=120)
+    reference, weights, masters = first[0]
+    kept = [name for name in weights if name.endswith(KEPT[kind])]
+    assert not any(masters[name] for name in kept)
+    for name in kept:
+        assert (weights[name] - before[name]).abs().max() > 1e-5
+    for one, other in zip(first, second, strict=True):
+        for norm, found, _ in (one, other):
+            assert norm == pytest.approx(reference, rel=1e-3)
+            for name in kept:
+                moved, wanted = found[name] - before[name], weights[name] - before[name]
+                torch.testing.assert_close(moved, wanted, rtol=1e-2, atol=1e-6)
+        assert all(torch.equal(one[1][name], other[1][name]) for name in weights)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_deepspeed_would_round_them_and_is_refused_before_any_weight(tmp_path, role):
+    """Its engine makes all parameters bf16, whatever the model's class says."""
+    model = EXPERTS | KINDS["deepseek_v2"]
+    parallel = {"device": "cpu", "engine": "deepspeed"}
+    if role == "teacher":
+        parallel["teacher_shard"] = "zero3"
+    other = "teacher" if role == "student" else "student"
+    path = tiny_run(
+        tmp_path,
+        kind="deepseek_v2",
+        model=model,
+        parallel=parallel,
+        **{role: {"dtype": "bfloat16"}, other: {"dtype": "float32"}},
+    )
+    for file in tmp_path.glob("*/model.safetensors"):
+        file.unlink()
+    layout = Layout(dp=2) if role == "teacher" else Layout()
+    told = rf"{role} .*model\.layers\.0\.mlp\.gate\.weight stays in float32 .*DeepSpeed would"
+    with pytest.raises(ModelError, match=told):
+        load_models(load_config(path), layout, 37)
+
+
+class KeptHead(nn.Linear):
+    """A head in fp32 that takes hidden states of any type, as some models have it."""
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+@pytest.mark.parametrize("payload", ["logits", "hidden"])
+def test_a_head_in_fp32_is_scored_in_fp32(payload):
+    module = tiny_model("llama").to(torch.bfloat16)
+    head = KeptHead(32, 37, bias=False)
+    module.lm_head = head
+    model = LanguageModel(module=module, shard=VocabShard(0, 37, 37), layout=Layout(), name="t")
+    rollout = Rollout(
+        tokens=TOKENS,
+        attention_mask=MASK,
+        response_mask=RESPONSE,
+        prompt_lengths=[4, 4],
+        response_lengths=[6, 6],
+        truncated=[True, True],
+        sample_ids=[0, 1],
+    )
+    teacher = Teacher(model, payload=payload)
+    with torch.no_grad(), teacher.score(rollout) as cache:
+        assert cache.row_nbytes <= teacher.payload_nbytes(1)
+        expected = logits_of(module)
+        assert expected.dtype == torch.float32
+        assert not torch.equal(expected, expected.bfloat16().float())
+        found = cache.fetch(0, len(cache))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
