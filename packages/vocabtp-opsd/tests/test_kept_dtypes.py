@@ -12,7 +12,8 @@ from tiny_checkpoints import section
 from tiny_models import tiny_model
 from tiny_run import tiny_run
 from vocabtp.dist import VocabShard
-from vocabtp.opsd.checkpoint import model_tensors
+from vocabtp.opsd.checkpoint import Checkpoints, model_tensors
+from vocabtp.opsd.checkpoint_files import Saved
 from vocabtp.opsd.config import ParallelConfig, TrainingConfig, load_config
 from vocabtp.opsd.engine import TorchEngine
 from vocabtp.opsd.errors import ModelError
@@ -146,6 +147,43 @@ def test_their_gradients_are_those_of_all_ranks(tmp_path, ranks, kind):
                 moved, wanted = found[name] - before[name], weights[name] - before[name]
                 torch.testing.assert_close(moved, wanted, rtol=1e-2, atol=1e-6)
         assert all(torch.equal(one[1][name], other[1][name]) for name in weights)
+
+
+def _through_checkpoints(rank, world, path, root):
+    """Weights and optimizer state behind a step, and read again in turn by other layouts."""
+    out = []
+    for number, shard in enumerate(("zero3", "none", "zero2")):
+        layout = make_layout(ParallelConfig(device="cpu", shard=shard))
+        model = load_model(section(path, "bfloat16"), layout, trainable=True)
+        engine = TorchEngine(model.module, TrainingConfig(learning_rate=0.01), layout, 9)
+        checkpoints = Checkpoints(root, layout, 9)
+        if number:
+            checkpoints.load(checkpoints.path(number), model.module, engine)
+        else:
+            logits = model.response_logits(TOKENS, MASK, RESPONSE).float()
+            engine.backward(-logits.log_softmax(-1)[:, rank].mean(), last=True)
+            assert engine.step(0, tokens=1, report=[0.0], own=[]).applied
+        checkpoints.save(model.module, engine, Saved(step=number + 1))
+        state = model_tensors(model.module) | engine.state_tensors()
+        out.append({name: whole(tensor).cpu() for name, tensor in state.items()})
+    return out
+
+
+def test_checkpoints_go_from_one_layout_to_another(tmp_path, ranks):
+    saved(tmp_path / "model", "deepseek_v2")
+    before = dict(truth(tmp_path / "model").named_parameters())
+    for zero3, none, zero2 in ranks(_through_checkpoints, 2, tmp_path / "model", tmp_path / "out"):
+        kept = [f"model.{name}" for name in before if name.endswith(KEPT["deepseek_v2"])]
+        for name in kept:
+            assert zero3[name].dtype == torch.float32
+            assert not torch.equal(zero3[name], before[name.removeprefix("model.")])
+        assert any(name.endswith("gate.weight.exp_avg") for name in zero3)
+        for other in (none, zero2):
+            assert other.keys() <= zero3.keys()
+            assert all(name in other for name in zero3 if not name.endswith("gate.weight.master"))
+            for name, tensor in other.items():
+                assert tensor.dtype == zero3[name].dtype, name
+                assert torch.equal(tensor, zero3[name]), name
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
