@@ -1,7 +1,10 @@
 """Gradients: gradcheck in fp64, whole and in shards, and the contract with autograd."""
 
+import re
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vocabtp.kernels as vk
 from vocabtp.kernels import _backend, _calls, _eager, reference
@@ -95,6 +98,45 @@ def test_gradients_are_contiguous_and_only_where_needed(call):
         torch.testing.assert_close(t.grad.double(), right[1], rtol=1e-5, atol=1e-7)
         # nobody needs anything
         assert not call(s.detach(), t.detach())[0].requires_grad
+
+
+class Curves(TorchDispatchMode):
+    """Counts the numbers that exp, log and their like give."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if re.match(r"(exp|expm1|log|log1p)_?$", func.overloadpacket.__name__):
+            self.count += out.numel()
+        return out
+
+
+def curves_of_backward(op, needs):
+    # wide, so that what is counted is `[N, L]`
+    leaves = [x.detach().requires_grad_(n) for x, n in zip(pair(0, (2, 500)), needs, strict=True)]
+    value = op(*leaves).sum()
+    with Curves() as curves:
+        value.backward()
+    return curves.count
+
+
+@pytest.mark.parametrize(
+    ("op", "side"),
+    [
+        (vk.jsd, "student"),
+        (vk.jsd, "teacher"),
+        (vk.kl_div, "teacher"),  # the student's is q - p, of both
+        (lambda s, t: vk.kl_div(s, t, reverse=True), "student"),
+        (lambda s, t: vk.kl_div(s, t, reverse=True, pointwise_clip=0.1), "student"),
+    ],
+)
+def test_one_sides_gradient_takes_half_of_the_work_of_both(op, side):
+    both = curves_of_backward(op, (True, True))
+    one = curves_of_backward(op, (side == "student", side == "teacher"))
+    assert 1000 <= one <= both * 0.52
 
 
 def test_values_may_be_masked_in_place_before_the_backward(call):

@@ -52,8 +52,11 @@ OPS = {
     "kl_clip": lambda s, t, i: vk.kl_div(s, t, reverse=True, pointwise_clip=0.1),
     "ids": lambda s, t, i: vk.logprobs(s, i),
     "kl_cold": lambda s, t, i: vk.kl_div(s, t, temperature=0.5),
+    "kl_one": lambda s, t, i: vk.kl_div(s.detach(), t),
     "jsd": lambda s, t, i: vk.jsd(s, t),
     "jsd_clip": lambda s, t, i: vk.jsd(s, t, pointwise_clip=0.1),
+    "jsd_student": lambda s, t, i: vk.jsd(s, t.detach()),
+    "jsd_teacher": lambda s, t, i: vk.jsd(s.detach(), t),
 }
 
 

@@ -19,8 +19,10 @@ from vocabtp.kernels._stats import INF, ShardStats, log_ratio, pair_scale
 
 # up to here six terms of the series are exact; beyond it the plain form loses 5 (fp64: 10) bits
 _SERIES = {torch.float32: 2.0**-5, torch.float64: 2.0**-10}
-# working copies of `_terms`: what it fills, and what it holds besides
-_PLANES, _MORE = 6, 1.75
+# working copies: what is filled, and what is held besides
+_TERMS = 6, 1.25
+_LOGS = {1: (4, 0.5), 2: (6, 0.5)}  # of so many sides
+_BOTH = slice(0, 2)
 
 
 def pair_stats(
@@ -50,7 +52,7 @@ def jsd_terms(
 ) -> Tensor:
     """The second read: `[1, 3, N]` sums of t (capped), w p log(p/m) and w q log(q/m)."""
     terms = torch.empty(3, p.num_rows, dtype=stats.sums.dtype, device=p.device)
-    for here, work in tiles.working(p, stats.sums.dtype, _PLANES, _MORE):
+    for here, work in tiles.working(p, stats.sums.dtype, *_TERMS):
         known = stats.rows(here)
         summands, probs = _terms(p, q, known, here.start, temperature, beta, work)
         if clip is not None:
@@ -76,16 +78,20 @@ def jsd_grad(
 ) -> None:
     """One more read, one write a side: `upstream` `[N]` times `factor` times the gradients."""
     scale, skip = pair_scale(upstream, stats, factor)
-    for here, work in tiles.working(p, stats.sums.dtype, _PLANES, _MORE):
+    sides = slice(0 if out_p is not None else 1, 2 if out_q is not None else 1)
+    asked = [(out, w) for out, w in ((out_p, 1.0 - beta), (out_q, beta)) if out is not None]
+    # without a clip neither t is needed nor the log of a side that nobody asks for
+    planes, more = _LOGS[len(asked)] if clip is None else _TERMS
+    for here, work in tiles.working(p, stats.sums.dtype, planes, more):
         known = stats.rows(here)
-        summands, probs = _terms(p, q, known, here.start, temperature, beta, work)
-        if clip is not None:
-            summands[1:].masked_fill_(summands[0] > clip, 0.0)
-        for side, (out, weight) in enumerate(((out_p, 1.0 - beta), (out_q, beta))):
-            if out is None:
-                continue
-            log_over_m = summands[1 + side]
-            log_over_m.sub_(terms[1 + side, here, None]).mul_(probs[side])
+        if clip is None:
+            logs, probs, _ = _logs(p, q, known, here.start, temperature, beta, sides, work)
+        else:
+            summands, probs = _terms(p, q, known, here.start, temperature, beta, work)
+            logs, probs = summands[1:][sides], probs[sides]
+            logs.masked_fill_(summands[0] > clip, 0.0)
+        logs.sub_(terms[1:, here, None][sides]).mul_(probs)
+        for (out, weight), log_over_m in zip(asked, logs, strict=True):
             log_over_m.mul_((scale[here] * weight)[:, None])
             out[here] = log_over_m.masked_fill_(skip[here, None], 0.0)
 
@@ -100,23 +106,44 @@ def _terms(
     work: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`(t, log(p/m), log(q/m))` before a clip and `(p, q)`; a log is 0 where its p or q is."""
-    summands, probs, x = work[:3], work[3:5], work[5]
-    t, log_p, log_q = summands
-    p.copy_to(probs[0], start)
-    q.copy_to(probs[1], start)
-    tiles.centre_(probs, here.maxes, temperature)
-    torch.sub(probs[1], probs[0], out=x)
-    # NaN where both are masked; a NaN of the row itself shows in S
-    x.sub_(log_ratio(here)[:, None]).nan_to_num_(nan=0.0, posinf=INF, neginf=-INF)
-    probs.exp_().div_(here.sums[:2, :, None])
-    _log_mix(x, beta, 1.0 - beta, out=log_p, spare=t)
-    _log_mix(x.neg_(), 1.0 - beta, beta, out=log_q, spare=t)
-    summands[1:].neg_().masked_fill_(probs == 0, 0.0)
-    torch.mul(probs[1], log_q, out=t).mul_(beta).add_(probs[0] * log_p, alpha=1.0 - beta)
-    e = x.neg_().expm1_()
+    logs, probs, minus_x = _logs(p, q, here, start, temperature, beta, _BOTH, work)
+    t = work[0]
+    torch.mul(probs[1], logs[1], out=t).mul_(beta).add_(probs[0] * logs[0], alpha=1.0 - beta)
+    e = minus_x.neg_().expm1_()
     series = _series(e, beta).mul_(probs[0])
     torch.where(e.abs_() < _SERIES[e.dtype], series, t, out=t)
-    return summands, probs
+    return work[:3], probs
+
+
+def _logs(
+    p: Rows,
+    q: Rows,
+    here: ShardStats,
+    start: int,
+    temperature: float,
+    beta: float,
+    sides: slice,
+    work: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(log(p/m), log(q/m))` in `work[1:]` and `(p, q)`, those of `sides`; and -x."""
+    number = sides.stop - sides.start
+    spare, logs, both = work[0], work[1 : 1 + number], work[1 + number : 3 + number]
+    # in the place of the logits that are not needed again, if there are such
+    x = work[-1] if number == 2 else both[1 - sides.start]
+    p.copy_to(both[0], start)
+    q.copy_to(both[1], start)
+    tiles.centre_(both, here.maxes, temperature)
+    torch.sub(both[1], both[0], out=x)
+    # NaN where both are masked; a NaN of the row itself shows in S
+    x.sub_(log_ratio(here)[:, None]).nan_to_num_(nan=0.0, posinf=INF, neginf=-INF)
+    probs = both[sides].exp_().div_(here.sums[:2][sides, :, None])
+    if sides.start == 0:
+        _log_mix(x, beta, 1.0 - beta, out=logs[0], spare=spare)
+    x.neg_()
+    if sides.stop == 2:
+        _log_mix(x, 1.0 - beta, beta, out=logs[-1], spare=spare)
+    logs.neg_().masked_fill_(probs == 0, 0.0)
+    return logs, probs, x
 
 
 def _log_mix(y: Tensor, weight: float, rest: float, *, out: Tensor, spare: Tensor) -> None:

@@ -50,7 +50,7 @@ def kl_terms(
     for here, sides in tiles.working(a, stats.sums.dtype, 3, 1):
         known = stats.rows(here)
         _sides(a, b, known, here.start, temperature, out=sides)
-        term, ratio, p_a = sides  # b is not needed
+        term, ratio, p_a = sides  # b's place is free
         above = _clip(sides, known, clip, out=term)
         term.clamp_(max=clip)
         p_a.masked_fill_(above, 0.0)
@@ -76,22 +76,21 @@ def kl_grad(
     for here, work in tiles.working(a, stats.sums.dtype, 3 if clip is None else 4, 1):
         known, sides = stats.rows(here), work[:3]
         _sides(a, b, known, here.start, temperature, out=sides)
-        if clip is None:
-            grad_a, grad_b = _plain_grad(sides, known)
-        else:
+        capped = None
+        if clip is not None:
             assert terms is not None
-            above = _clip(sides, known, clip, out=work[3])
-            grad_a, grad_b = _clipped_grad(sides, above, terms[:, here])
-        for out, grad in ((out_a, grad_a), (out_b, grad_b)):
+            capped = _clip(sides, known, clip, out=work[3]), terms[:, here]
+        # A's first: B's changes a
+        for out, gradient in ((out_a, _grad_a), (out_b, _grad_b)):
             if out is not None:
-                grad.mul_(scale[here, None])
+                grad = gradient(sides, known, capped).mul_(scale[here, None])
                 out[here] = grad.masked_fill_(skip[here, None], 0.0)
 
 
 def _sides(
     a: Rows, b: Rows, here: ShardStats, start: int, temperature: float, *, out: Tensor
 ) -> None:
-    """`(b, d, a)` into `out` `[3, n, L]`: d is +inf where only B is masked, NaN where both are."""
+    """`(u_b, d, a)` into `out` `[3, n, L]`: d is +inf where only B is masked, NaN where both."""
     u_b, d, p_a = out
     a.copy_to(d, start)
     b.copy_to(u_b, start)
@@ -102,15 +101,6 @@ def _sides(
         u_b.clamp_(min=torch.finfo(out.dtype).min).masked_fill_(masked, -INF)
     torch.exp(d, out=p_a).div_(here.sums[0, :, None])
     d.sub_(u_b)
-    u_b.exp_().div_(here.sums[1, :, None])
-
-
-def _plain_grad(sides: Tensor, here: ShardStats) -> tuple[Tensor, Tensor]:
-    p_b, d, p_a = sides
-    centre = here.sums[2] / here.sums[0]
-    centre = centre.masked_fill(here.flags[0] != 0, INF)[:, None]
-    # a token without probability has no d; with an infinite KL even 0 times it is not finite
-    return d.masked_fill_(p_a == 0, 0.0).sub_(centre).mul_(p_a), p_b.sub_(p_a)
 
 
 def _clip(sides: Tensor, here: ShardStats, clip: float, *, out: Tensor) -> Tensor:
@@ -122,8 +112,23 @@ def _clip(sides: Tensor, here: ShardStats, clip: float, *, out: Tensor) -> Tenso
     return (out <= clip).logical_not_()
 
 
-def _clipped_grad(sides: Tensor, above: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-    p_b, ratio, p_a = sides
-    grad_a = ratio.add_(1.0).masked_fill_(above, 0.0).sub_(terms[1, :, None]).mul_(p_a)
-    p_b.mul_(terms[2, :, None])
-    return grad_a, p_b.sub_(p_a.masked_fill_(above, 0.0))
+def _grad_a(sides: Tensor, here: ShardStats, capped: tuple[Tensor, Tensor] | None) -> Tensor:
+    """In the place of d; `capped` are the tokens above a clip and the sums of `kl_terms`."""
+    d, p_a = sides[1], sides[2]
+    if capped is not None:
+        above, terms = capped
+        return d.add_(1.0).masked_fill_(above, 0.0).sub_(terms[1, :, None]).mul_(p_a)
+    centre = here.sums[2] / here.sums[0]
+    centre = centre.masked_fill(here.flags[0] != 0, INF)[:, None]
+    # a token without probability has no d; with an infinite KL even 0 times it is not finite
+    return d.masked_fill_(p_a == 0, 0.0).sub_(centre).mul_(p_a)
+
+
+def _grad_b(sides: Tensor, here: ShardStats, capped: tuple[Tensor, Tensor] | None) -> Tensor:
+    """In the place of u_b; changes a."""
+    p_b, p_a = sides[0].exp_().div_(here.sums[1, :, None]), sides[2]
+    if capped is not None:
+        above, terms = capped
+        p_b.mul_(terms[2, :, None])
+        p_a.masked_fill_(above, 0.0)
+    return p_b.sub_(p_a)
