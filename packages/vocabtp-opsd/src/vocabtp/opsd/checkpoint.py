@@ -29,7 +29,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from vocabtp.opsd._background import Background
 from vocabtp.opsd._tensor_reader import SafeReader
-from vocabtp.opsd.checkpoint_files import Saved, begin, complete, fault
+from vocabtp.opsd.checkpoint_files import (
+    Saved,
+    begin,
+    complete,
+    fault,
+    found,
+    path_of,
+    unfinished,
+)
 from vocabtp.opsd.engine import Engine
 from vocabtp.opsd.engine.places import place_of, wrapped
 from vocabtp.opsd.errors import CheckpointError
@@ -57,7 +65,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after so many steps is, or would be."""
-        return self.root / f"step-{step:08d}"
+        return path_of(self.root, step)
 
     def save(
         self, module: nn.Module, engine: Engine, saved: Saved, *, background: bool = False
@@ -79,7 +87,7 @@ class Checkpoints:
         """
         self.wait()
         final = self.path(saved.step)
-        partial = final.with_name(final.name + ".partial")
+        partial = unfinished(final)
         tensors = model_tensors(module) | engine.state_tensors() | self.rng()
         if not background:
             with self._tidy(partial), _quiet():
@@ -156,7 +164,7 @@ class Checkpoints:
         """
         choice: list[str | None] = [None]
         if self.lead:
-            for path in sorted(self.root.glob("step-*"), reverse=True):
+            for path in reversed(found(self.root)):
                 wrong = fault(path)
                 if not wrong:
                     choice[0] = str(path)

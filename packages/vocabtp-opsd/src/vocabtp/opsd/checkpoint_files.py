@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _NAME = re.compile(r"step-(\d{8})")
+_PARTIAL = ".partial"
 _MARK = "COMPLETE"
 _STATE = "state.json"
 
@@ -36,6 +37,21 @@ class Saved:
     before: dict[str, Any] | None = None  # the evaluation before the first step
 
 
+def path_of(root: Path, step: int) -> Path:
+    """Where the checkpoint after so many steps lies."""
+    return root / f"step-{step:08d}"
+
+
+def unfinished(final: Path) -> Path:
+    """Where it lies while it is being written."""
+    return final.with_name(final.name + _PARTIAL)
+
+
+def found(root: Path) -> list[Path]:
+    """What lies there under the names of checkpoints, whole or not, the newest last."""
+    return sorted(root.glob("step-*"))
+
+
 def read_saved(path: Path) -> Saved:
     """What a whole checkpoint says beside its tensors."""
     return Saved(**json.loads((path / _STATE).read_text("utf-8")))
@@ -43,7 +59,7 @@ def read_saved(path: Path) -> Saved:
 
 def fault(path: Path) -> str:
     """Why this directory is not a whole checkpoint; empty if it is one."""
-    if path.name.endswith(".partial"):
+    if path.name.endswith(_PARTIAL):
         return "its writer did not finish"
     if not _NAME.fullmatch(path.name):
         return "its name is not that of a checkpoint"
@@ -93,9 +109,9 @@ def complete(partial: Path, final: Path, saved: Saved, keep: int) -> None:
         shutil.rmtree(final)
     partial.rename(final)
     _sync_directory(root)
-    whole = [p for p in sorted(root.glob("step-*")) if not fault(p)]
+    whole = [p for p in found(root) if not fault(p)]
     # what an earlier writer left half done is of no use once there is a newer whole one
-    for old in [*whole[:-keep], *root.glob("step-*.partial")]:
+    for old in [*whole[:-keep], *root.glob(f"step-*{_PARTIAL}")]:
         shutil.rmtree(old)
 
 
