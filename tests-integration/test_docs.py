@@ -85,8 +85,10 @@ def test_a_script_runs_on_two_ranks(block, tmp_path):
     script.write_text(block.code, encoding="utf-8")
     # gloo's threads now and then abort a process that shuts its interpreter down after all its work
     runner = tmp_path / "runner.py"
+    # and neither torch nor the layers that these scripts are for bring numpy
     runner.write_text(
-        f"import os, runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')\nos._exit(0)\n"
+        "import os, runpy, sys\nsys.modules['numpy'] = None\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\nos._exit(0)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
