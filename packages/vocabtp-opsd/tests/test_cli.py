@@ -97,7 +97,7 @@ def test_check_prints_the_resolved_configuration(trainer, run_file, capsys, tmp_
     [
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "'trian'"),
-        (["train"], "the following arguments are required: CONFIG"),
+        (["train"], "the following arguments are required: CONFIG (see"),
         (["train", "none.yaml", "--fast"], "unrecognized arguments: --fast"),
         (["train", "a", "--deepspeed_config=d"], "--deepspeed_config=d (write deepspeed_config=V"),
         (["train", "a", "--temperature", "1"], "temperature=VALUE or distillation.temperature=V"),

@@ -16,8 +16,8 @@ from vocabtp.opsd.errors import ConfigError, ModelError, UserError
 from vocabtp.opsd.parallel import Layout, make_layout, shutdown
 
 
-def section(tp=1, device="cpu"):
-    return SimpleNamespace(tp=tp, device=device, shard="none")
+def section(tp=1, device="cpu", nproc=None):
+    return SimpleNamespace(tp=tp, device=device, shard="none", nproc=nproc)
 
 
 def test_one_process_never_starts_torch_distributed():
@@ -41,6 +41,12 @@ def test_tp_must_divide_the_ranks(monkeypatch, world, tp):
     ):
         make_layout(section(tp))
     assert not dist.is_initialized()
+
+
+def test_a_program_of_ones_own_is_told_that_nproc_starts_no_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match=r"parallel\.nproc starts ranks for the command .* alone"):
+        make_layout(section(2, nproc=2))
 
 
 def test_a_device_that_is_not_there_is_named(monkeypatch):

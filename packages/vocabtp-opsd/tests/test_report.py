@@ -123,5 +123,7 @@ def test_environment_names_versions():
 
     facts = environment()
     assert facts["torch"] == torch.__version__
-    assert facts["vocabtp-opsd"].count(".") == 2
+    for layer in ("kernels", "dist", "cache", "opsd"):
+        assert facts[f"vocabtp-{layer}"].count(".") == 2
+    assert facts["deepspeed"]
     assert facts["accelerators"]

@@ -91,6 +91,11 @@ class TestChatTemplate:
         with pytest.raises(ConfigError, match=r"no chat template: set data\.chat_template"):
             encode_prompt(make_tokenizer(template=None), user("1"), configure())
 
+    def test_so_is_the_tokenizers_own_where_it_has_none(self, configure):
+        config = configure("data.chat_template=tokenizer")
+        with pytest.raises(ConfigError, match=r"chat_template is `tokenizer`, but .* has none"):
+            encode_prompt(make_tokenizer(template=None), "1+2=", config)
+
     def test_plain_text_needs_none(self, configure):
         assert encode_prompt(make_tokenizer(template=None), "1", configure())
 

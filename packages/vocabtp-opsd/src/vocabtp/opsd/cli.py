@@ -231,7 +231,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog=f"{PROGRAM} {command}", description=_COMMANDS[command])
     count = "?" if command == "doctor" else None
     parser.add_argument("config", nargs=count, metavar="CONFIG", help="YAML or JSON file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a key")
+    # with a default of its own, or argparse lists it among what is required and missing
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="replace a key"
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     if command in ("rollout", "export"):
         kind = "JSONL file" if command == "rollout" else "directory"

@@ -115,7 +115,7 @@ def make_layout(parallel: ParallelConfig, *, timeout: timedelta = TIMEOUT) -> La
     `torch.distributed`.
 
     Args:
-        parallel: The configuration's section; `tp`, `device` and `shard` are read.
+        parallel: The configuration's section; `tp`, `device`, `shard` and `nproc` are read.
         timeout: After which a rank gives up waiting for the others.
 
     Returns:
@@ -130,9 +130,13 @@ def make_layout(parallel: ParallelConfig, *, timeout: timedelta = TIMEOUT) -> La
     tp = parallel.tp
     if world % tp:
         processes = "one process runs" if world == 1 else f"{world} processes run"
+        # a program of one's own: the command would have started them
+        lone = world == 1 and (parallel.nproc or 1) > 1
         raise ConfigError(
             f"parallel.tp is {tp}, which does not divide the number of ranks ({processes}): "
-            f"start a multiple of {tp} with torchrun --nproc-per-node, or set parallel.nproc"
+            f"start a multiple of {tp} with torchrun --nproc-per-node"
+            + ("" if lone else ", or set parallel.nproc")
+            + ("; parallel.nproc starts ranks for the command vocabtp-opsd alone" if lone else "")
         )
     device = _device(parallel.device)
     if world == 1:

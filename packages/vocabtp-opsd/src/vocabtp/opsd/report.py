@@ -158,12 +158,20 @@ def environment() -> dict[str, str]:
     """Versions and hardware of this process, for the report and the doctor."""
     import torch
 
+    import vocabtp.cache
+    import vocabtp.dist
+    import vocabtp.kernels
+
     facts = {
         "vocabtp-opsd": __version__,
+        "vocabtp-cache": vocabtp.cache.__version__,
+        "vocabtp-dist": vocabtp.dist.__version__,
+        "vocabtp-kernels": vocabtp.kernels.__version__,
         "Python": platform.python_version(),
         "platform": platform.platform(),
     }
-    for name in ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy"):
+    libraries = ("torch", "transformers", "tokenizers", "safetensors", "triton", "deepspeed")
+    for name in (*libraries, "numpy"):
         try:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -245,9 +245,15 @@ def _template_source(tokenizer: PreTrainedTokenizerBase, template: str | None) -
         file = _template_file(template)
         return template if file is None else file
     if not tokenizer.chat_template:
+        name = tokenizer.name_or_path
+        if template == TOKENIZER_TEMPLATE:
+            raise ConfigError(
+                f"data.chat_template is `{TOKENIZER_TEMPLATE}`, but the tokenizer {name} has none: "
+                "give a template there, or null to leave strings as they are"
+            )
         raise ConfigError(
-            "the prompts are chat messages, but the tokenizer "
-            f"{tokenizer.name_or_path} has no chat template: set data.chat_template"
+            f"the prompts are chat messages, but the tokenizer {name} has no chat template: "
+            "set data.chat_template"
         )
     return None
 
