@@ -7,6 +7,7 @@ import pytest
 
 from vocabtp.opsd import cli, launch
 from vocabtp.opsd.config import load_config
+from vocabtp.opsd.data import load_examples
 from vocabtp.opsd.errors import Interrupted, ModelError
 
 
@@ -90,6 +91,30 @@ def test_check_prints_the_resolved_configuration(trainer, run_file, capsys, tmp_
     assert shown.read_text().startswith("# steps: 3\nstudent:\n")
     expected = load_config(run_file, ["training.seed=9"]).for_world(1)
     assert load_config(shown) == expected
+
+
+@pytest.mark.parametrize("parent", [False, True])
+def test_a_notice_is_given_once_by_the_command_or_by_its_first_rank(
+    trainer, run_file, capsys, monkeypatch, tmp_path, parent
+):
+    log = cli._log
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"answer": "b"}\n')
+    if parent:
+        monkeypatch.setenv("VOCABTP_OPSD_NOTES", str(tmp_path))
+
+    def check(self):
+        load_examples(self.config.data.path, self.config.data)
+        log.warning("found with the models")
+        return {}
+
+    monkeypatch.setattr(trainer, "check", check)
+    for _ in range(2):  # the next run in the same process says it again
+        assert cli.run(["check", run_file, "data.on_error=skip", "data.eval_path=null"]) == 0
+        err = capsys.readouterr().err
+        assert err.count("left out 1 of 2 rows") == (0 if parent else 1)
+        assert err.count("found with the models") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TextIO
 
@@ -24,3 +25,22 @@ def write_line(text: str, stream: TextIO) -> None:
     """
     stream.write(f"{text}\n")
     stream.flush()
+
+
+class Notices(logging.Filter):
+    """Lets each notice through once: the inputs are read by the command and again by the run.
+
+    Attributes:
+        heard: Whether someone else has shown what comes now, so that it is only remembered.
+    """
+
+    def __init__(self, heard: bool) -> None:
+        super().__init__()
+        self.heard = heard
+        self._known: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in self._known
+        self._known.add(text)
+        return new and not self.heard

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from vocabtp.opsd import launch
-from vocabtp.opsd._console import complain, say
+from vocabtp.opsd._console import Notices, complain, say
 from vocabtp.opsd._keys import all_keys
 from vocabtp.opsd._version import __version__
 from vocabtp.opsd._wording import shown
@@ -64,13 +64,13 @@ def run(arguments: Sequence[str]) -> int:
         options = _parse(arguments)
     except _Stop as stop:
         return stop.code
-    _prepare(options)
+    notices = _prepare()
     try:
         if options.command == "doctor":
             from vocabtp.opsd.doctor import doctor
 
             return doctor(options.config, options.overrides)
-        return _run_configured(options, arguments)
+        return _run_configured(options, arguments, notices)
     except BrokenPipeError:
         # whoever read our output has left (`... | head`); nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -81,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
         return _failed(Interrupted(signal.SIGINT), options.debug)
 
 
-def _run_configured(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _run_configured(options: argparse.Namespace, arguments: Sequence[str], notices: Notices) -> int:
     config = load_config(options.config, options.overrides)
     world = _world(config)
     config = config.for_world(world)
@@ -94,6 +94,7 @@ def _run_configured(options: argparse.Namespace, arguments: Sequence[str]) -> in
         launch.watch_parent()
     from vocabtp.opsd.trainer import Trainer
 
+    notices.heard = False
     return _ACTIONS[options.command](Trainer(config), config, options)
 
 
@@ -244,18 +245,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _prepare(options: argparse.Namespace) -> None:
-    """Notices from one rank only; libraries quiet, tracebacks of warnings out of the way."""
-    quiet = launch.has_parent() or launch.rank() != 0
-    _log.setLevel(logging.ERROR if quiet else logging.INFO)
+def _prepare() -> Notices:
+    """Notices from one rank only, none that its parent gave; libraries quiet."""
+    _log.setLevel(logging.ERROR if launch.rank() != 0 else logging.INFO)
     if not _log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(f"{PROGRAM}: %(message)s"))
         _log.addHandler(handler)
         _log.propagate = False
+    notices = Notices(heard=launch.has_parent())
+    _log.handlers[0].filters = [notices]
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return notices
 
 
 def _failed(error: BaseException, debug: bool) -> int:
