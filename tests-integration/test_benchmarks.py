@@ -20,6 +20,7 @@ import cases  # noqa: E402
 import ops  # noqa: E402
 import plot  # noqa: E402
 import results  # noqa: E402
+import tables  # noqa: E402
 import timing  # noqa: E402
 import verdict  # noqa: E402
 
@@ -279,3 +280,21 @@ def test_shards_without_devices_say_what_they_need(tmp_path, capsys):
     assert "--tp 2 needs 2 devices in one machine and finds 0" in printed
     assert "benchmarks/ops.py --tp 2" in printed
     assert not (tmp_path / "a.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("label", "op", "other"),
+    [
+        ("reverse KL", "reverse_kl", "liger"),
+        ("JSD", "jsd", "liger"),
+        ("log-probabilities and entropy", "logprobs_and_entropy", "trl"),
+    ],
+)
+def test_the_readme_tells_what_was_measured(label, op, other):
+    book = plot.collect([ROOT / "benchmarks" / "results" / "h200.json"])
+    found = [
+        book.get(op, "train", arm, "bfloat16", (8192, 75968))
+        for arm in ("triton", "compile", "dense", other)
+    ]
+    cells = [f"{tables.ms(r['median_ms'])}, {r['peak_mib']:.0f} MiB" for r in found]
+    assert f"| {label} | {' | '.join(cells)} |\n" in (ROOT / "README.md").read_text("utf-8")
