@@ -143,3 +143,10 @@ def test_tables_are_made_from_the_file(path, tmp_path):
     benchmark.main([f"--docs={tmp_path}", str(tmp_path / "r.json")])
     assert (tmp_path / "cache.md").read_text() == made
     assert (tmp_path / "assets/cache/locked.svg").read_bytes() == drawn
+
+
+def test_the_page_holds_what_the_result_makes(tmp_path):
+    page = (ROOT / "docs/cache.md").read_text()
+    (tmp_path / "cache.md").write_text(page)
+    benchmark.main([f"--docs={tmp_path}", str(ROOT / "benchmarks/results/cache/h200.json")])
+    assert (tmp_path / "cache.md").read_text() == page

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = str(ROOT / "benchmarks")
 sys.path.append(BENCHMARKS)
 
+import accuracy  # noqa: E402
 import arms  # noqa: E402
 import cases  # noqa: E402
 import ops  # noqa: E402
@@ -280,6 +281,19 @@ def test_shards_without_devices_say_what_they_need(tmp_path, capsys):
     assert "--tp 2 needs 2 devices in one machine and finds 0" in printed
     assert "benchmarks/ops.py --tp 2" in printed
     assert not (tmp_path / "a.json").exists()
+
+
+def test_the_pages_hold_what_the_results_make(tmp_path):
+    folder = ROOT / "benchmarks" / "results"
+    found = {name: (ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "accuracy.md")}
+    for name, text in found.items():
+        (tmp_path / name).write_text(text)
+    # two ranks' results first: a later file's machine is told later
+    files = [str(folder / name) for name in ("h200-tp2.json", "h200.json")]
+    plot.main([*files, f"--docs={tmp_path}"])
+    files = [str(folder / "accuracy" / name) for name in ("cpu.json", "h200.json")]
+    accuracy.main([*files, f"--docs={tmp_path / 'accuracy.md'}"])
+    assert {name: (tmp_path / name).read_text() for name in found} == found
 
 
 @pytest.mark.parametrize(
