@@ -77,6 +77,34 @@ def test_no_key_is_known_that_deepspeed_refuses():
         assert names <= SECTIONS[section]
 
 
+def test_switches_are_booleans_of_deepspeeds_own_classes():
+    """Its other keys it reads by truth: "no" would be on."""
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime.config import HybridEngineConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    from vocabtp.opsd._deepspeed_booleans import SWITCHES
+
+    classes = {
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "hybrid_engine": HybridEngineConfig,
+        "tensor_parallel": TPTrainingConfig,
+        "compile": CompileConfig,
+        "zero_optimization": DeepSpeedZeroConfig,
+    }
+    assert classes.keys() == SWITCHES.keys()
+    for section, names in SWITCHES.items():
+        fields = {
+            known: field.annotation
+            for name, field in classes[section].model_fields.items()
+            for known in (name, field.alias)
+        }
+        assert {fields[name] for name in names} <= {bool, bool | None}, section
+
+
 def mistyped(rank, world, path):
     from vocabtp.opsd.errors import ConfigError
 
