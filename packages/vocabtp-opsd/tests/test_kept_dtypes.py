@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -30,7 +32,8 @@ EXPERTS = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 0,
 }
-# of one the layer reads the router's weight itself, the other has sinks among weights of bf16
+# of one the layer reads the router's weight itself, one has sinks among weights of bf16, and one
+# makes its routers in fp32 and lists them nowhere
 KINDS = {
     "deepseek_v2": {
         "n_routed_experts": 4,
@@ -42,8 +45,13 @@ KINDS = {
         "v_head_dim": 8,
     },
     "flint": {"num_experts": 4},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "intermediate_size": 32},
 }
-KEPT = {"deepseek_v2": "mlp.gate.weight", "flint": "self_attn.sinks"}
+KEPT = {
+    "deepseek_v2": "mlp.gate.weight",
+    "flint": "self_attn.sinks",
+    "hunyuan_v1_moe": "mlp.gate.wg.weight",
+}
 TOKENS = torch.arange(20).view(2, 10)
 MASK = torch.ones_like(TOKENS)
 RESPONSE = (torch.arange(10) > 3).expand(2, 10)
@@ -186,17 +194,18 @@ def test_checkpoints_go_from_one_layout_to_another(tmp_path, ranks):
                 assert torch.equal(tensor, zero3[name]), name
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v2", "hunyuan_v1_moe"])
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_deepspeed_would_round_them_and_is_refused_before_any_weight(tmp_path, role):
+def test_deepspeed_would_round_them_and_is_refused_before_any_weight(tmp_path, role, kind):
     """Its engine makes all parameters bf16, whatever the model's class says."""
-    model = EXPERTS | KINDS["deepseek_v2"]
+    model = EXPERTS | KINDS[kind]
     parallel = {"device": "cpu", "engine": "deepspeed"}
     if role == "teacher":
         parallel["teacher_shard"] = "zero3"
     other = "teacher" if role == "student" else "student"
     path = tiny_run(
         tmp_path,
-        kind="deepseek_v2",
+        kind=kind,
         model=model,
         parallel=parallel,
         **{role: {"dtype": "bfloat16"}, other: {"dtype": "float32"}},
@@ -204,7 +213,8 @@ def test_deepspeed_would_round_them_and_is_refused_before_any_weight(tmp_path, r
     for file in tmp_path.glob("*/model.safetensors"):
         file.unlink()
     layout = Layout(dp=2) if role == "teacher" else Layout()
-    told = rf"{role} .*model\.layers\.0\.mlp\.gate\.weight stays in float32 .*DeepSpeed would"
+    kept = re.escape(f"model.layers.0.{KEPT[kind]}")
+    told = rf"{role} .*{kept} stays in float32 .*DeepSpeed would"
     with pytest.raises(ModelError, match=told):
         load_models(load_config(path), layout, 37)
 

@@ -22,7 +22,13 @@ from transformers import GenerationConfig
 
 from vocabtp.opsd.engine.places import even_sizes, place_of
 from vocabtp.opsd.errors import ModelError
-from vocabtp.opsd.model_files import auto_model, model_source, one_line, quiet
+from vocabtp.opsd.model_files import (
+    auto_model,
+    kept_in_float32,
+    model_source,
+    one_line,
+    quiet,
+)
 from vocabtp.opsd.weight_files import (
     Stored,
     converted_key,
@@ -189,8 +195,8 @@ def _why_whole(
 ) -> str | None:
     if not all(isinstance(value, Tensor) for value in module.state_dict().values()):
         return "it has state that is no tensor"
-    if plan := module._get_dtype_plan(dtype):
-        return f"it keeps {next(iter(plan))} in another dtype"
+    if kept := [*module._get_dtype_plan(dtype), *kept_in_float32(module, dtype)]:
+        return f"it keeps {kept[0]} in another dtype"
     if (key := converted_key(module, stored)) is not None:
         return f"{key} is converted when it is loaded"
     if patterns := module._keys_to_ignore_on_load_missing:

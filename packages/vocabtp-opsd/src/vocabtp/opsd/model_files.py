@@ -179,15 +179,21 @@ def kept_in_float32(module: Any, dtype: torch.dtype) -> list[str]:
     """Parameters that the library loads in float32 where the rest of the model is of `dtype`.
 
     Args:
-        module: A Hugging Face model.
+        module: A Hugging Face model, built or loaded in `dtype`.
         dtype: What it is loaded in.
 
     Returns:
-        Their names, as the model's class asks for them: the weights of some routers, for example.
+        Their names: those that the model's class lists, and those that it makes in float32 whatever
+        the dtype. The weights of some routers, for example.
     """
+    if dtype == torch.float32:
+        return []
     patterns = [pattern.replace("*", ".*") for pattern in module._get_dtype_plan(dtype)]
-    names = (name for name, _ in module.named_parameters())
-    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.dtype == torch.float32 or any(re.search(pattern, name) for pattern in patterns)
+    ]
 
 
 def check_dtypes(section: StudentConfig, config: Any, role: str) -> None:
@@ -198,7 +204,9 @@ def check_dtypes(section: StudentConfig, config: Any, role: str) -> None:
     """
     dtype = getattr(torch, section.dtype)
     with one_line(section, role, "cannot build it"), torch.device("meta"):
-        skeleton = auto_model.from_config(config, trust_remote_code=section.trust_remote_code)
+        skeleton = auto_model.from_config(
+            config, dtype=dtype, trust_remote_code=section.trust_remote_code
+        )
     if kept := kept_in_float32(skeleton, dtype):
         raise ModelError(
             f"{role} {section.model_name_or_path!r}: {kept[0]} stays in float32 where the model is "
