@@ -195,6 +195,7 @@ def _why_whole(
 ) -> str | None:
     if not all(isinstance(value, Tensor) for value in module.state_dict().values()):
         return "it has state that is no tensor"
+    # a list may name buffers alone
     if kept := [*module._get_dtype_plan(dtype), *kept_in_float32(module, dtype)]:
         return f"it keeps {kept[0]} in another dtype"
     if (key := converted_key(module, stored)) is not None:

@@ -69,9 +69,10 @@ class Teacher:
             "prefetch_bytes": prefetch_bytes,
             "pool": pool,
         }
+        self._payload_dtype = self._head_dtype
         if payload == "hidden":
             with torch.no_grad(), evaluating(model.module):
-                check_head(model)
+                self._payload_dtype = check_head(model)
         if self._offload:
             model.module.to("cpu")
 
@@ -105,15 +106,13 @@ class Teacher:
         return TeacherLogitCache.store(logits, shard, self._head_dtype, **options)
 
     def payload_nbytes(self, rows: int) -> int:
-        """Bytes of host memory that a cache of so many rows takes at most on this rank."""
-        module, head = self.model.module, self.model.module.get_output_embeddings().weight
-        width, dtypes = self.model.shard.width, [self._head_dtype]
+        """Bytes of host memory that a cache of so many rows takes on this rank."""
+        width = self.model.shard.width
         if self._payload == "hidden":
-            # a partitioned weight has its shape beside it; what meets it may be of any type here
+            head = self.model.module.get_output_embeddings().weight
+            # a partitioned weight has its shape beside it
             width = int(getattr(head, "ds_shape", head.shape)[1])
-            dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
-        itemsize: int = max(dtype.itemsize for dtype in dtypes)
-        return rows * width * itemsize
+        return rows * width * self._payload_dtype.itemsize
 
     @property
     def _head_dtype(self) -> torch.dtype:

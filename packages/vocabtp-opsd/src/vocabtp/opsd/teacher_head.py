@@ -55,10 +55,13 @@ def response_states(
     return states, head
 
 
-def check_head(model: LanguageModel) -> None:
+def check_head(model: LanguageModel) -> torch.dtype:
     """Compare what `TeacherHead` makes of a state with what the model makes of it.
 
     Every rank calls it; costs a forward over two tokens.
+
+    Returns:
+        The dtype of what meets the head.
 
     Raises:
         ModelError: On every rank: the model does something else with its head's output.
@@ -84,6 +87,7 @@ def check_head(model: LanguageModel) -> None:
                     f"{model.name}: what the model does behind its head is more than a scale and "
                     "a soft cap that its configuration names: set teacher.payload to logits"
                 )
+    return states.dtype
 
 
 def _look(
