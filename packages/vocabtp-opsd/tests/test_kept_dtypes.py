@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny_checkpoints import section
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model
 from tiny_run import tiny_run
 from vocabtp.dist import VocabShard
 from vocabtp.opsd.checkpoint import Checkpoints, model_tensors
@@ -22,6 +22,7 @@ from vocabtp.opsd.errors import ModelError
 from vocabtp.opsd.loading import load_model, load_models
 from vocabtp.opsd.local_shards import read_skeleton
 from vocabtp.opsd.model import LanguageModel
+from vocabtp.opsd.model_files import check_dtypes
 from vocabtp.opsd.parallel import Layout, make_layout
 from vocabtp.opsd.rollout import Rollout
 from vocabtp.opsd.sharding import release
@@ -227,6 +228,14 @@ def test_deepspeed_would_round_them_and_is_refused_before_any_weight(tmp_path, r
     told = rf"{role} .*{kept} stays in float32 .*DeepSpeed would"
     with pytest.raises(ModelError, match=told):
         load_models(load_config(path), layout, 37)
+
+
+def test_the_check_leaves_the_configuration_alone(tmp_path):
+    """What is built from it in another dtype would otherwise be noted down in it."""
+    config = tiny_config("llama")
+    before = config.to_dict()
+    check_dtypes(section(tmp_path, "bfloat16"), config, "student")
+    assert config.to_dict() == before
 
 
 class KeptHead(nn.Linear):

@@ -6,6 +6,7 @@ against the attention heads, the two heads' widths, the context lengths.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator
@@ -205,7 +206,7 @@ def check_dtypes(section: StudentConfig, config: Any, role: str) -> None:
     dtype = getattr(torch, section.dtype)
     with one_line(section, role, "cannot build it"), torch.device("meta"):
         skeleton = auto_model.from_config(
-            config, dtype=dtype, trust_remote_code=section.trust_remote_code
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=section.trust_remote_code
         )
     if kept := kept_in_float32(skeleton, dtype):
         raise ModelError(
