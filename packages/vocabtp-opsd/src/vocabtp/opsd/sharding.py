@@ -190,11 +190,12 @@ def _units(module: nn.Module) -> list[FSDPModule]:
 
 def _kept(module: Any) -> dict[str, nn.Parameter]:
     """The parameters that the model's class keeps in fp32, where the rest is not."""
-    named = dict(module.named_parameters())
-    half = {p.dtype for p in named.values()} - {torch.float32}
-    if len(half) != 1:
+    # what it was loaded in, not what some of its weights are: those are not to pass for the rest
+    dtype = module.config.dtype
+    if dtype not in _HALF:
         return {}
-    kept = kept_in_float32(module, half.pop())
+    named = dict(module.named_parameters())
+    kept = kept_in_float32(module, dtype)
     return {key: named[key] for key in kept if named[key].dtype == torch.float32}
 
 
