@@ -52,7 +52,17 @@ def _implementation(backend, device):
     return vk.backend(backend)
 
 
-def _entry(path, qualname, rank, world, root, limit, backend, device, args):
+def _backends(device, hosts):
+    """What the default group of ranks on these devices talks through."""
+    import torch.distributed as dist
+
+    if device is None:
+        return "gloo"
+    own = dist.get_default_backend_for_device(device)
+    return f"cpu:gloo,{device}:{own}" if hosts else own
+
+
+def _entry(path, qualname, rank, world, root, limit, backend, device, hosts, args):
     import torch
     import torch.distributed as dist
 
@@ -66,8 +76,10 @@ def _entry(path, qualname, rank, world, root, limit, backend, device, args):
         torch.set_num_threads(1)
         if device is not None:
             torch.accelerator.set_device_index(rank)
+            # as a launcher says it: whoever looks for a device of its own finds this one
+            os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
         dist.init_process_group(
-            "gloo" if device is None else dist.get_default_backend_for_device(device),
+            _backends(device, hosts),
             store=dist.FileStore(f"{root}/store", world),
             rank=rank,
             world_size=world,
@@ -143,16 +155,17 @@ def ranks(tmp_path):
     `fn` is a module-level function. A rank that raises, dies or hangs fails the test within
     `limit` seconds with the error of every rank that has one and the stack of every rank that was
     still running. `backend` chooses the implementation of vocabtp.kernels; `device` ("cuda") gives
-    each rank an accelerator of its own and the default group of that kind, gloo otherwise.
+    each rank an accelerator of its own and the default group of that kind, gloo otherwise. With
+    `hosts` that group carries host tensors too, through gloo, as a trainer's does.
     """
 
-    def call(fn, world, *args, limit=60.0, backend=None, device=None):
+    def call(fn, world, *args, limit=60.0, backend=None, device=None, hosts=False):
         ctx = mp.get_context("forkserver")
         ctx.set_forkserver_preload(_preload)
         root = str(tmp_path / f"ranks{time.monotonic_ns()}")
         os.makedirs(root)
         place = (fn.__code__.co_filename, fn.__qualname__)
-        how = (limit, backend, device)
+        how = (limit, backend, device, hosts)
         procs = [
             ctx.Process(target=_entry, daemon=True, args=(*place, r, world, root, *how, args))
             for r in range(world)
