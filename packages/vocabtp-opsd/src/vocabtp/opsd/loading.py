@@ -94,6 +94,30 @@ def load_models(
     return pair
 
 
+def load_student(config: Config, layout: Layout, tokenizer_length: int) -> LanguageModel:
+    """Load the student alone, to put a checkpoint's weights into it.
+
+    What only training uses is not looked at: the teacher, lengths, attention, the engine. Whoever
+    cut the model in training, here the plan does: checkpoints are those of any layout.
+
+    Args:
+        config: The run's configuration.
+        layout: This process's place.
+        tokenizer_length: As `load_models`.
+
+    Raises:
+        ModelError: On every rank.
+    """
+    distillation = config.distillation
+    return load_model(
+        config.student,
+        layout,
+        trainable=True,
+        cut_vocab=distillation.loss_backend != "dense",
+        vocab_width=tokenizer_length if distillation.vocab == "common" else None,
+    )
+
+
 def load_model(
     section: StudentConfig,
     layout: Layout,

@@ -17,7 +17,7 @@ from vocabtp.cache.pool import PAGE_BYTES, PinnedPool
 from vocabtp.opsd.config import Config
 from vocabtp.opsd.data import Example, load_examples
 from vocabtp.opsd.errors import ConfigError
-from vocabtp.opsd.loading import load_models
+from vocabtp.opsd.loading import load_models, load_student
 from vocabtp.opsd.model import LanguageModel
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.teacher import Teacher
@@ -26,6 +26,7 @@ from vocabtp.opsd.tokens import (
     compare_tokenizers,
     encode_examples,
     load_tokenizer,
+    number_of_ids,
     special_ids,
 )
 
@@ -130,6 +131,20 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
         with layout.together():
             _check_limit(limit, scoring, config, student.context)
     return Models(student=student, teacher=scoring, specials=special_ids(inputs.tokenizer, ends))
+
+
+def read_student(config: Config, layout: Layout) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
+    """The student and its tokenizer, for what needs neither prompts nor a teacher.
+
+    Raises:
+        UserError: On every rank.
+    """
+    section = config.student
+    with layout.together():
+        tokenizer = load_tokenizer(
+            section.model_name_or_path, trust_remote_code=section.trust_remote_code
+        )
+    return load_student(config, layout, number_of_ids(tokenizer)), tokenizer
 
 
 def _check_limit(limit: int, teacher: Teacher, config: Config, context: int | None) -> None:

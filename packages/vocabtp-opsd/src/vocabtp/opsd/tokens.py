@@ -72,7 +72,12 @@ def special_ids(
         )
     pad = tokenizer.pad_token_id
     first = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else eos_ids[0]
-    return Specials(eos_ids, first if pad is None else pad, 1 + max(tokenizer.get_vocab().values()))
+    return Specials(eos_ids, first if pad is None else pad, number_of_ids(tokenizer))
+
+
+def number_of_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The columns that a head needs: one for each id up to the highest, gaps included."""
+    return 1 + max(tokenizer.get_vocab().values())
 
 
 def compare_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:

@@ -21,11 +21,12 @@ from vocabtp.opsd.errors import CheckpointError, ConfigError
 from vocabtp.opsd.evaluate import answer_all, evaluate
 from vocabtp.opsd.export import export_model
 from vocabtp.opsd.interrupt import InterruptFlag
+from vocabtp.opsd.model import LanguageModel
 from vocabtp.opsd.parallel import make_layout
 from vocabtp.opsd.phases import Phases
 from vocabtp.opsd.resume import check_resume
 from vocabtp.opsd.run import Run, TrainResult
-from vocabtp.opsd.session import Inputs, Models, read_inputs, read_models
+from vocabtp.opsd.session import Inputs, Models, read_inputs, read_models, read_student
 
 if TYPE_CHECKING:
     from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine
@@ -138,7 +139,7 @@ class Trainer:
         """
         if self.inputs.held_out is None:
             raise ConfigError("data.eval_path is not set: name a file of held-out prompts")
-        self.load_weights()
+        self.load_weights(self.models.student)
         with attention_kernels(self.config.training.attention):
             return evaluate(self.config, self.layout, self.inputs, self.models).numbers()
 
@@ -154,7 +155,7 @@ class Trainer:
         Returns:
             How many answers were written.
         """
-        self.load_weights()
+        self.load_weights(self.models.student)
         with attention_kernels(self.config.training.attention):
             rows = answer_all(self.config, self.layout, self.inputs, self.models, limit)
         with self.layout.together():
@@ -167,25 +168,32 @@ class Trainer:
     def export(self, path: str | Path) -> Path:
         """Write the student of the newest checkpoint as a plain Hugging Face directory.
 
+        Neither prompts nor the teacher have to be there, and what only training uses is not
+        looked at.
+
         Args:
             path: A directory that does not exist yet, or is empty.
 
         Returns:
             The directory, for `from_pretrained`.
         """
-        self.load_weights()
-        return export_model(self.models.student, self.inputs.tokenizer, Path(path))
+        if self._models is None:
+            with self.phases.enter("load"):
+                student, tokenizer = read_student(self.config, self.layout)
+        else:
+            student, tokenizer = self.models.student, self.inputs.tokenizer
+        self.load_weights(student)
+        return export_model(student, tokenizer, Path(path))
 
-    def load_weights(self) -> Path | None:
+    def load_weights(self, student: LanguageModel) -> Path | None:
         """Put the newest checkpoint's weights into the student; None if there is no checkpoint."""
-        models = self.models
         path = self.checkpoints.latest(self.notice)
         if path is None:
             where = self.config.training.save_dir
             self.notice(f"no checkpoint in {where}: using the student as it was loaded")
         else:
             with self.phases.enter("load"):
-                self.checkpoints.load(path, models.student.module, None)
+                self.checkpoints.load(path, student.module, None)
             self.notice(f"using the student of {path}")
         return path
 
