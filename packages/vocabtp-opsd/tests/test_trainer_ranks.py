@@ -112,6 +112,41 @@ def test_copies_train_as_one_process_does_and_resume_exactly(ranks, tmp_path):
     close(other["weights"], truth["weights"])
 
 
+def noisy(rank, world, path):
+    import logging
+
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("vocabtp.opsd").addHandler(handler)
+    run = recorded(path, "parallel.tp=2")
+    return run["losses"], run["weights"], [line for line in told if "dropout" in line]
+
+
+def test_dropout_of_what_all_ranks_hold_is_that_of_one_process(ranks, tmp_path):
+    """Of embeddings and of what layers add; ranks that drew apart would compute apart."""
+    rates = {"embedding_dropout": 0.2, "residual_dropout": 0.2}
+    path = tiny_run(tmp_path, kind="starcoder2", model=rates)
+    quiet = recorded(tiny_run(tmp_path / "quiet", kind="starcoder2"))
+    truth = recorded(path, f"training.save_dir={tmp_path / 'single'}")
+    assert abs(truth["losses"][0] - quiet["losses"][0]) > 0.01
+    for losses, weights, told in ranks(noisy, 2, path):
+        assert losses == pytest.approx(truth["losses"], rel=1e-5)
+        close(weights, truth["weights"])
+        assert not told
+
+
+def test_attention_dropout_of_cut_heads_is_told_of(ranks, tmp_path):
+    """Its noise is not that of one process; the ranks go on alike all the same."""
+    path = tiny_run(tmp_path, model={"attention_dropout": 0.3})
+    (losses, weights, told), (others, other_weights, untold) = ranks(noisy, 2, path)
+    assert losses == others
+    assert same(weights, other_weights)
+    [line] = told
+    assert "attention_dropout 0.3, heads of different tensor-parallel ranks get the same" in line
+    assert not untold
+
+
 def finishes(rank, world, path):
     return recorded(path, "parallel.tp=2")["losses"]
 

@@ -13,7 +13,10 @@ class ParallelConfig(Section):
     """How the work is split over ranks."""
 
     tp: Positive = Field(
-        default=1, description="Ranks that share one copy of the models (tensor parallelism)."
+        default=1,
+        description="Ranks that share one copy of the models (tensor parallelism). They draw one "
+        "dropout noise, which activations that all of them hold need; of attention dropout, heads "
+        "of different ranks get the same noise.",
     )
     engine: Literal["torch", "deepspeed"] = Field(
         default="torch",

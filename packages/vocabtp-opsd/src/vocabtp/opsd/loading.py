@@ -19,6 +19,7 @@ from vocabtp.opsd.model_files import (
     check_dtypes,
     check_heads,
     check_layout,
+    dropout_notice,
     read_config,
     read_model,
 )
@@ -59,6 +60,8 @@ def load_models(
         tp_by = config.parallel.tp_by
         check_layout(config.student, student, "student", layout.tp, cut_vocab, tp_by)
         check_layout(config.teacher, teacher, "teacher", layout.tp, cut_vocab, tp_by)
+        if layout.is_main and (line := dropout_notice(config.student, student, layout.tp)):
+            _log.warning(line)
         if config.parallel.engine == "deepspeed":
             check_dtypes(config.student, student, "student")
             if config.parallel.teacher_shard == "zero3" and layout.dp > 1:

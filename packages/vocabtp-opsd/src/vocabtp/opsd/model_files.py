@@ -138,6 +138,24 @@ def check_heads(student: Any, teacher: Any, tokenizer_length: int, config: Confi
         )
 
 
+def dropout_notice(section: StudentConfig, config: Any, tp: int) -> str | None:
+    """What to tell of a student whose attention drops weights in heads that are cut.
+
+    Tensor-parallel peers draw one noise, or what all of them hold would differ; so theirs is the
+    same where it should be each one's own.
+    """
+    text = config.get_text_config()
+    rate = getattr(text, "attention_dropout", None)
+    # without a plan every rank has all heads
+    if tp == 1 or not rate or not getattr(text, "base_model_tp_plan", None):
+        return None
+    return (
+        f"student {section.model_name_or_path!r}: of its attention_dropout {rate}, heads of "
+        "different tensor-parallel ranks get the same noise; for noise of their own set "
+        "parallel.tp to 1"
+    )
+
+
 def check_context(
     student: Any, teacher: Any, config: Config, teacher_prompt: int | None = None
 ) -> None:

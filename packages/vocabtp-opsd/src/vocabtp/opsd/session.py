@@ -106,7 +106,8 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
     Raises:
         UserError: On every rank.
     """
-    # dropout: different on data-parallel copies, equal on the peers of one copy
+    # dropout: different on data-parallel copies; equal on the peers of one copy, or activations
+    # that all of them hold would differ
     torch.manual_seed(config.training.seed + layout.dp_rank)
     prompts = [p for p in (inputs.train, inputs.held_out) if p is not None]
     lengths = [len(row) for p in prompts for row in p.teacher_ids or ()]
