@@ -42,7 +42,7 @@ from vocabtp.kernels.testing import OPS
 
 # rows enough for every block of rows, columns for several segments of one
 ROWS, COLS = 130, 65_536
-MANY_ROWS = 1_100  # more than ids of few rows are spread over
+MANY_IDS = (300, 600, 1_100)  # of two and of four times as many threads; more than are seen at once
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"]
 PROCESSES = 2
 # loads of 16 bytes, into registers and into shared memory, and stores
@@ -96,16 +96,16 @@ class Device:
 def calls(dtype, layout):
     """Every op forward and backward, as functions; nobody reads rows, so they overlap."""
     cols, stride, first = LAYOUTS[layout]
-    buffers = [torch.zeros(cols + MANY_ROWS * 64 + 1, dtype=x) for x in DTYPES[dtype]]
+    buffers = [torch.zeros(cols + ROWS * 64 + 1, dtype=x) for x in DTYPES[dtype]]
     sides = [x.as_strided((ROWS, cols), (stride, 1), first) for x in buffers]
-    many = buffers[0].as_strided((MANY_ROWS, cols), (stride, 1), first)
-    ids = {"index": torch.zeros(MANY_ROWS, 300, dtype=torch.int64)}
-    yield functools.partial(both_ways, "logprobs", [many], (True,), ids)
+    for many in MANY_IDS:
+        ids = {"index": torch.zeros(ROWS, many, dtype=torch.int64)}
+        yield functools.partial(both_ways, "logprobs", sides[:1], (True,), ids)
     for function, options in CALLS.values():
         two = function in ("kl_div", "jsd")
         exchanges = [{}, {"exchange": Twice()}]
         if function.startswith("logprobs"):
-            ids = [torch.zeros(ROWS, k, dtype=torch.int64) for k in (1, 300)]
+            ids = [torch.zeros(ROWS, k, dtype=torch.int64) for k in (1, 200)]
             # reported at once, and as ids on an accelerator are
             some = [{"index": k, "validate_ids": v} for k in ids for v in (True, False)]
             exchanges[1] |= {"vocab_size": 2 * cols}

@@ -171,9 +171,9 @@ def ordering_barrier(device: torch.device) -> bool:
     return _nvidia(device) or INTERPRETED
 
 
-def capped(device: torch.device) -> dict[str, int]:
+def capped(device: torch.device, registers: int = 96) -> dict[str, int]:
     """`WRITE` for a kernel of which ptxas, left alone, spills a register on some chip."""
-    return {**WRITE, "maxnreg": 96} if _nvidia(device) else WRITE
+    return {**WRITE, "maxnreg": registers} if _nvidia(device) else WRITE
 
 
 def run(kernel: Any, programs: int, device: torch.device, *args: object, **options: Any) -> None:

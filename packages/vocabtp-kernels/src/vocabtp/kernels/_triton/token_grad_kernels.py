@@ -27,9 +27,42 @@ def _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY: tl.constex
 
 
 @triton.jit
+def _some_ids(
+    some, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols, SOME: tl.constexpr
+):
+    """`SOME` of a row's ids from `some` on: their columns, -1 for none here, and gradients."""
+    k = some + tl.arange(0, SOME)
+    id_ = tl.load(id_ptr + k.to(tl.int64) * id_step, mask=k < ids, other=0)
+    grad = tl.load(grad_ptr + k.to(tl.int64) * grad_step, mask=k < ids, other=0.0)
+    grad = tl.where(id_.to(tl.int64) == ignore, 0.0, grad)
+    column = column_of(id_, ignore, vocab_start, cols)
+    return tl.where(k < ids, column, -1), grad
+
+
+@triton.jit
+def _weights(
+    grad, id_ptr, grad_ptr, bad, ids, id_step, grad_step, ignore, vocab_start, cols,
+    SOME: tl.constexpr,
+):  # fmt: skip
+    """What a row's ids weigh together, and whether one asks; `grad` is the first ones'."""
+    # a bad id anywhere on the row is a NaN there, wherever a gradient is not 0
+    poison = tl.where(bad != 0.0, float("nan"), 0.0)
+    total = tl.where(grad != 0.0, grad + poison, 0.0)
+    asked = (grad != 0.0).to(tl.int32)
+    for some in range(SOME, ids, SOME):
+        _, grad = _some_ids(
+            some, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols, SOME
+        )
+        asked = tl.where(grad != 0.0, 1, asked)
+        total += tl.where(grad != 0.0, grad + poison, 0.0)
+    return tl.sum(total, 0), tl.max(asked, 0)
+
+
+@triton.jit
 def _upstream(
-    row, s, stats_ptr, id_, grad_ptr, sum_ptr, entropy_ptr, entropy_row, ignore, inv_t, rows,
-    ENTROPY: tl.constexpr, IDS: tl.constexpr,
+    row, s, stats_ptr, id_, grads, id_ptr, grad_ptr, entropy_ptr, entropy_row, ids, id_step,
+    grad_step, ignore, vocab_start, rows, cols, inv_t,
+    ENTROPY: tl.constexpr, IDS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Upstream gradients over T: of the entropy, of all ids, and whether the gradient is 0."""
     idle = row >= 0
@@ -39,15 +72,19 @@ def _upstream(
         grad = tl.load(entropy_ptr + row.to(tl.int64) * entropy_row)
         weight = grad * inv_t
         idle = grad == 0.0
-    if IDS == 1:
+    if IDS:
         bad = tl.load(stats_ptr + 2 * rows.to(tl.int64) + row)
+    if IDS == 1:
         grad = tl.load(grad_ptr)
         grad = tl.where(id_ == ignore, 0.0, grad)
         total = tl.where((bad != 0.0) & (grad != 0.0), float("nan"), grad * inv_t)
         idle = idle & (grad == 0.0)
     elif IDS == 2:
-        total = tl.load(sum_ptr + row)
-        idle = idle & (tl.load(sum_ptr + rows + row) == 0.0)
+        total, asked = _weights(
+            grads, id_ptr, grad_ptr, bad, ids, id_step, grad_step, ignore, vocab_start, cols, SOME
+        )
+        total *= inv_t
+        idle = idle & (asked == 0)
     return weight, total, idle | (s == 0.0)
 
 
@@ -107,19 +144,40 @@ def _weight_of(
 
 
 @triton.jit
+def _not_alone(out_ptr, at, mine, SOME: tl.constexpr):
+    """Which of a row's ids, if `SOME` are all, share their column with another one.
+
+    Each writes its number where the program's gradient is, and reads who was last there.
+    """
+    if out_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        cell_ptr = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        cell_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    number = tl.arange(0, SOME).to(cell_ptr.dtype.element_ty)
+    tl.store(cell_ptr + at, number, mask=mine)
+    tl.debug_barrier()
+    last = tl.load(cell_ptr + at, mask=mine, other=0)
+    # all have read before one writes its gradient
+    tl.debug_barrier()
+    return mine & (last != number)
+
+
+@triton.jit
 def _write_ids(
-    x_ptr, out_ptr, id_ptr, grad_ptr, repeat_ptr, ids, id_step, grad_step, ignore, vocab_start,
+    column, grad, x_ptr, out_ptr, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start,
     cols, start, width, limit, phase, m, inv_s, centre, weight, total, c, inv_t,
-    ENTROPY: tl.constexpr, DENSE: tl.constexpr, SHIFT: tl.constexpr, SOME: tl.constexpr,
+    ENTROPY: tl.constexpr, DENSE: tl.constexpr, SHIFT: tl.constexpr, ALL: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
-    """The program's columns with ids once more, while they are near."""
+    """The program's columns with ids once more; `column` and `grad` are the first ones'."""
     if DENSE:
-        # after all of the program's stores
+        # behind all that the program has stored
         tl.debug_barrier()
     for some in range(0, ids, SOME):
-        k = some + tl.arange(0, SOME)
-        id_ = tl.load(id_ptr + k.to(tl.int64) * id_step, mask=k < ids, other=0)
-        column = tl.where(k < ids, column_of(id_, ignore, vocab_start, cols), -1)
+        if not ALL:
+            column, grad = _some_ids(
+                some, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols, SOME
+            )
         at = column + phase
         mine = (at >= start) & (at < start + width)
         if SHIFT:
@@ -127,20 +185,21 @@ def _write_ids(
             mine = (mine & whole) | ((start == 0) & (whole == 0))
         mine = mine & (column >= 0)
         x = tl.load(x_ptr + at, mask=mine, other=0.0).to(tl.float32)
-        added = tl.load(grad_ptr + k.to(tl.int64) * grad_step, mask=mine, other=0.0)
-        word = tl.load(repeat_ptr + k // 32, mask=mine, other=0)
+        shared = mine
+        if DENSE and ALL:
+            shared = _not_alone(out_ptr, at, mine, SOME)
         # one after the other, what the ids of a column weigh that has more than one
-        left = tl.where(((word >> (k % 32)) & 1) != 0, column, cols)
+        left = tl.where(shared, column, cols)
         first = tl.min(left, 0)
         while first < cols:
             sum_ = _weight_of(
                 first, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols, SOME
             )
-            added = tl.where(column == first, sum_, added)
+            grad = tl.where(column == first, sum_, grad)
             left = tl.where(column == first, cols, left)
             first = tl.min(left, 0)
         own = _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY)
-        tl.store(out_ptr + at, own + added * inv_t, mask=mine)
+        tl.store(out_ptr + at, own + grad * inv_t, mask=mine)
 
 
 @triton.jit(
@@ -148,7 +207,6 @@ def _write_ids(
         "rows",
         "blocks",
         "ids",
-        "words",
         "inner",
         "id_blocks",
         "id_outer",
@@ -167,14 +225,11 @@ def token_grad_kernel(
     stats_ptr,
     id_ptr,
     grad_ptr,
-    sum_ptr,
-    repeat_ptr,
     entropy_ptr,
     rows,
     cols,
     blocks,
     ids,
-    words,
     inner,
     stride_outer,
     stride_inner,
@@ -193,6 +248,7 @@ def token_grad_kernel(
     IDS: tl.constexpr,
     DENSE: tl.constexpr,
     LAST: tl.constexpr,
+    ALL: tl.constexpr,
     SHIFT: tl.constexpr,
     WIDE_A: tl.constexpr,
     WIDE_OUT_A: tl.constexpr,
@@ -200,10 +256,7 @@ def token_grad_kernel(
     BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):
-    """`IDS` is 0, 1, or 2 for many: then `sums_kernel` has been.
-
-    DENSE writes each column, LAST the columns of many ids once more.
-    """
+    """`IDS` is 0, 1, or 2 for many; DENSE writes all columns, LAST those of many ids again."""
     row = tl.program_id(0) // blocks
     start = (tl.program_id(0) % blocks) * (BLOCKS * BLOCK)
     x_ptr += row_offset(row, inner, stride_outer, stride_inner)
@@ -218,14 +271,18 @@ def token_grad_kernel(
     if IDS:
         id_ptr += row_offset(row, id_blocks, id_outer, id_inner)
         grad_ptr += row.to(tl.int64) * grad_row
-    column, id_ = -1, ignore
+    column, id_, columns, grads = -1, ignore, -1, 0.0
     if IDS == 1:
         id_ = tl.load(id_ptr).to(tl.int64)
         column = column_of(id_, ignore, vocab_start, cols)
         column = tl.where(column < 0, -1, column + phase)
+    elif IDS == 2:
+        columns, grads = _some_ids(
+            0, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols, SOME
+        )
     weight, total, skip = _upstream(
-        row, s, stats_ptr, id_, grad_ptr, sum_ptr, entropy_ptr, entropy_row, ignore, inv_t, rows,
-        ENTROPY, IDS,
+        row, s, stats_ptr, id_, grads, id_ptr, grad_ptr, entropy_ptr, entropy_row, ids, id_step,
+        grad_step, ignore, vocab_start, rows, cols, inv_t, ENTROPY, IDS, SOME,
     )  # fmt: skip
     inv_s = 1.0 / s
     centre = 0.0
@@ -239,7 +296,7 @@ def token_grad_kernel(
     if IDS == 2 and LAST:  # noqa: SIM102 - one is the compiler's, the other the device's
         if not skip:
             _write_ids(
-                x_ptr, out_ptr, id_ptr, grad_ptr, repeat_ptr + row.to(tl.int64) * words, ids,
-                id_step, grad_step, ignore, vocab_start, cols, start, BLOCKS * BLOCK, limit, phase,
-                m, inv_s, centre, weight, total, c, inv_t, ENTROPY, DENSE, SHIFT, SOME,
+                columns, grads, x_ptr, out_ptr, id_ptr, grad_ptr, ids, id_step, grad_step, ignore,
+                vocab_start, cols, start, BLOCKS * BLOCK, limit, phase, m, inv_s, centre, weight,
+                total, c, inv_t, ENTROPY, DENSE, SHIFT, ALL, SOME,
             )  # fmt: skip

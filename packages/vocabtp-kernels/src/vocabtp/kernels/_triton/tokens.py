@@ -14,15 +14,15 @@ from vocabtp.kernels._ids import Bounds, Watch
 from vocabtp.kernels._rows import Rows
 from vocabtp.kernels._stats import ShardStats, TokenShard, TokenValues
 from vocabtp.kernels._triton import launch
-from vocabtp.kernels._triton.ids_kernels import codes_kernel, finish_tokens_kernel, sums_kernel
+from vocabtp.kernels._triton.ids_kernels import codes_kernel, finish_tokens_kernel
 from vocabtp.kernels._triton.merge import whole_rows
 from vocabtp.kernels._triton.token_grad_kernels import token_grad_kernel
 from vocabtp.kernels._triton.tokens_kernels import token_stats_kernel
 
-# ids that a program takes at once
+# ids that a program of four warps takes at once
 _IDS = 256
-# so few rows leave most of a chip idle if a program takes that many of their ids
-_FEW_ROWS = 1024
+# and a larger one of the gradient, which sees which of all of a row's ids are not alone
+_IDS_OF_ROW = 1024
 
 
 def _tile(ids: int) -> tuple[int, int]:
@@ -193,11 +193,9 @@ def token_grad(
     if rows == 0 or cols == 0:
         return
     upstream = stats[:, None] if grad_logprobs is None or not number else grad_logprobs
-    sums = repeats = stats
-    if number > 1:
-        sums, repeats = _sums(ids, stats, upstream, bounds, temperature)
     aligned = launch.alignment(logits, outs=(out,))
     blocks = launch.programs_of_row(cols, aligned["SHIFT"])
+    some, wide, options = _grad_options(number, out.device, grad_entropy is None, aligned["SHIFT"])
     # two stores to one place keep their order across a barrier where barriers order memory
     parts = (True, False) if number > 1 and not launch.ordering_barrier(out.device) else (True,)
     for dense in parts:
@@ -210,14 +208,11 @@ def token_grad(
             stats,
             ids.blocks,
             upstream,
-            sums,
-            repeats,
             stats if grad_entropy is None else grad_entropy,
             rows,
             cols,
             blocks,
             number,
-            repeats.shape[1],
             *launch.strides(logits),
             *_place(ids),
             bounds.ignore_index,
@@ -230,44 +225,29 @@ def token_grad(
             IDS=min(number, 2),
             DENSE=dense,
             LAST=dense is parts[-1],
-            BLOCKS=launch.BLOCKS,
-            BLOCK=launch.BLOCK,
-            SOME=min(_IDS, triton.next_power_of_2(max(number, 1))),
+            ALL=number <= _IDS_OF_ROW,
+            BLOCKS=launch.BLOCKS // wide,
+            BLOCK=launch.BLOCK * wide,
+            SOME=some,
             **aligned,
-            **launch.WRITE,
+            **options,
         )
 
 
-def _sums(
-    ids: Rows, stats: Tensor, grad: Tensor, bounds: Bounds, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """What ids weigh together and whether one asks `[2, N]`, a bit for each that is not alone."""
-    rows, number = ids.num_rows, ids.num_cols
-    sums = stats.new_empty(2, rows)
-    repeats = torch.empty(rows, -(-number // 32), dtype=torch.int32, device=ids.device)
-    some = min(_IDS, triton.next_power_of_2(number))
-    # few rows are spread over the chip; bits are bits in any block
-    block = 32 if rows <= _FEW_ROWS else max(some, 32)
-    tiles = triton.cdiv(number, block)
-    launch.run(
-        sums_kernel,
-        rows * tiles,
-        ids.device,
-        ids.blocks,
-        stats,
-        grad,
-        sums,
-        repeats,
-        rows,
-        number,
-        tiles,
-        repeats.shape[1],
-        *_place(ids),
-        bounds.ignore_index,
-        *grad.stride(),
-        1.0 / temperature,
-        BLOCK=block,
-        SOME=some,
-        num_warps=1,
-    )
-    return sums, repeats
+def _grad_options(
+    number: int, device: torch.device, alone: bool, shift: bool
+) -> tuple[int, int, dict[str, int]]:
+    """For so many ids: those at once, how many programs one is as wide as, what it is started with.
+
+    A thread has two ids, however many there are, and a program the same columns.
+    """
+    if number < 2:
+        return 1, 1, launch.WRITE
+    some = min(_IDS_OF_ROW, max(_IDS, triton.next_power_of_2(number)))
+    wide = some // _IDS
+    options = launch.WRITE
+    if wide > 1 and shift:
+        options = launch.capped(device)
+    elif not alone:
+        options = launch.capped(device, 72 if wide == 1 else 96)
+    return some, wide, {**options, "num_warps": options["num_warps"] * wide}
