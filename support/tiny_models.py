@@ -43,7 +43,7 @@ def tiny_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     """A model of `tiny_config`, every weight random (norms and biases too), in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes))
         with torch.no_grad():
