@@ -122,8 +122,8 @@ def test_a_bad_id_in_any_tile_of_ids(bad, few):
     assert (f"got {bad} " in str(info.value)) == (abs(bad) < 2**24)
     call = vk.logprobs_and_entropy
 
-    def later(leaf, at):
-        out = call(leaf, ids[:, at : at + 4], validate_ids=False)
+    def later(leaf, at, many=4):
+        out = call(leaf, ids[:, at : at + many], validate_ids=False)
         with pytest.raises(ValueError, match="1 of 3 rows"):
             vk.check_ids()
         return out
@@ -134,6 +134,10 @@ def test_a_bad_id_in_any_tile_of_ids(bad, few):
         # NaN only where a gradient asks for the row
         same(both(lambda leaf, at=at: later(leaf, at), x, up, torch.zeros(3)))
         same(both(lambda leaf, at=at: later(leaf, at), x, up * (up[:, :1] != 0), torch.ones(3)))
+    # ids of the last tile alone
+    up = torch.zeros(3, 40)
+    up[:, 36:] = 1.0
+    same(both(lambda leaf: later(leaf, 0, 40), x, up, torch.zeros(3)))
 
 
 def test_many_ids_and_upstream_of_any_stride(few):
