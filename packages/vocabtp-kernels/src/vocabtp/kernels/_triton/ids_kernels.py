@@ -1,4 +1,4 @@
-"""The device side of ids: which are no tokens, the values of the others, what they weigh."""
+"""The device side of ids: which are no tokens, and the values of the others."""
 
 import triton
 import triton.language as tl
