@@ -90,7 +90,7 @@ def test_low_precision_has_the_bits_of_the_same_numbers_in_fp32(call, dtype, wid
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_many_ids_of_few_rows_and_of_many(call, dtype, backend, device):
-    """The ids of few rows are spread over more programs than those of many rows."""
+    """Each of a row's programs finds by itself which of its ids share a column."""
     rows, width, ids = 2_000, 3_001, 300
     g = torch.Generator(device).manual_seed(1)
     s = (torch.randn(rows, width, generator=g, device=device) * 3).to(dtype)

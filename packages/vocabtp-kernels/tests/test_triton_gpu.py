@@ -210,7 +210,7 @@ def test_many_ids(device):
 @pytest.mark.parametrize("number", [2, 40, 256, 700])
 @pytest.mark.parametrize("op", [vk.logprobs, vk.logprobs_and_entropy])
 def test_a_row_with_many_ids_has_the_same_bits_in_any_company(op, number, dtype, device):
-    """On either side of where few rows are spread over the chip."""
+    """Whichever of a column's ids was the last to be written."""
     rows, width = 2_000, 5_001
     s, _ = sides(rows, width, device, dtype)
     index = torch.randint(0, 600, (rows, number), device=device)
