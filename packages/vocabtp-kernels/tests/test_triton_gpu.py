@@ -207,7 +207,7 @@ def test_many_ids(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("number", [2, 40, 256, 700])
+@pytest.mark.parametrize("number", [2, 40, 256, 700, 1100])
 @pytest.mark.parametrize("op", [vk.logprobs, vk.logprobs_and_entropy])
 def test_a_row_with_many_ids_has_the_same_bits_in_any_company(op, number, dtype, device):
     """Whichever of a column's ids was the last to be written."""

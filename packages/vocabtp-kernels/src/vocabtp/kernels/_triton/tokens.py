@@ -21,7 +21,8 @@ from vocabtp.kernels._triton.tokens_kernels import token_stats_kernel
 
 # ids that a program of four warps takes at once
 _IDS = 256
-# and a larger one of the gradient, which sees which of all of a row's ids are not alone
+# and a larger one of the gradient, which sees which of all of a row's ids are not alone: at most
+# `launch.BLOCKS` times as many, for it is as many times as large
 _IDS_OF_ROW = 1024
 
 
