@@ -144,21 +144,25 @@ def _weight_of(
 
 
 @triton.jit
-def _not_alone(out_ptr, at, mine, SOME: tl.constexpr):
+def _not_alone(out_ptr, at, mine, CLAIM: tl.constexpr, LAST: tl.constexpr, SOME: tl.constexpr):
     """Which of a row's ids, if `SOME` are all, share their column with another one.
 
-    Each writes its number where the program's gradient is, and reads who was last there.
+    To CLAIM, each writes its number where the program's gradient is. In the LAST launch, the same
+    one or another, each reads who was last there.
     """
     if out_ptr.dtype.element_ty.primitive_bitwidth == 16:
         cell_ptr = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     else:
         cell_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     number = tl.arange(0, SOME).to(cell_ptr.dtype.element_ty)
-    tl.store(cell_ptr + at, number, mask=mine)
-    tl.debug_barrier()
-    last = tl.load(cell_ptr + at, mask=mine, other=0)
-    # all have read before one writes its gradient
-    tl.debug_barrier()
+    last = number
+    if CLAIM:
+        tl.store(cell_ptr + at, number, mask=mine)
+    if LAST:
+        tl.debug_barrier()
+        last = tl.load(cell_ptr + at, mask=mine, other=0)
+        # all have read before one writes its gradient
+        tl.debug_barrier()
     return mine & (last != number)
 
 
@@ -166,8 +170,8 @@ def _not_alone(out_ptr, at, mine, SOME: tl.constexpr):
 def _write_ids(
     column, grad, x_ptr, out_ptr, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start,
     cols, start, width, limit, phase, m, inv_s, centre, weight, total, c, inv_t,
-    ENTROPY: tl.constexpr, DENSE: tl.constexpr, SHIFT: tl.constexpr, ALL: tl.constexpr,
-    SOME: tl.constexpr,
+    ENTROPY: tl.constexpr, DENSE: tl.constexpr, CLAIM: tl.constexpr, LAST: tl.constexpr,
+    SHIFT: tl.constexpr, ALL: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """The program's columns with ids once more; `column` and `grad` are the first ones'."""
     if DENSE:
@@ -186,20 +190,23 @@ def _write_ids(
         mine = mine & (column >= 0)
         x = tl.load(x_ptr + at, mask=mine, other=0.0).to(tl.float32)
         shared = mine
-        if DENSE and ALL:
-            shared = _not_alone(out_ptr, at, mine, SOME)
-        # one after the other, what the ids of a column weigh that has more than one
-        left = tl.where(shared, column, cols)
-        first = tl.min(left, 0)
-        while first < cols:
-            sum_ = _weight_of(
-                first, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols, SOME
-            )
-            grad = tl.where(column == first, sum_, grad)
-            left = tl.where(column == first, cols, left)
+        if ALL:
+            shared = _not_alone(out_ptr, at, mine, CLAIM, LAST, SOME)
+        if LAST:
+            # one after the other, what the ids of a column weigh that has more than one; the
+            # minimum is of all lanes, none of which stores before all have read
+            left = tl.where(shared, column, cols)
             first = tl.min(left, 0)
-        own = _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY)
-        tl.store(out_ptr + at, own + grad * inv_t, mask=mine)
+            while first < cols:
+                sum_ = _weight_of(
+                    first, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols,
+                    SOME,
+                )  # fmt: skip
+                grad = tl.where(column == first, sum_, grad)
+                left = tl.where(column == first, cols, left)
+                first = tl.min(left, 0)
+            own = _grad_of_p(x, m, inv_s, centre, weight, total, c, inv_t, ENTROPY)
+            tl.store(out_ptr + at, own + grad * inv_t, mask=mine)
 
 
 @triton.jit(
@@ -247,6 +254,7 @@ def token_grad_kernel(
     ENTROPY: tl.constexpr,
     IDS: tl.constexpr,
     DENSE: tl.constexpr,
+    CLAIM: tl.constexpr,
     LAST: tl.constexpr,
     ALL: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -256,7 +264,7 @@ def token_grad_kernel(
     BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):
-    """`IDS` is 0, 1, or 2 for many; DENSE writes all columns, LAST those of many ids again."""
+    """`IDS` is 0, 1, or 2 for many; DENSE writes all columns, CLAIM and LAST see to many ids'."""
     row = tl.program_id(0) // blocks
     start = (tl.program_id(0) % blocks) * (BLOCKS * BLOCK)
     x_ptr += row_offset(row, inner, stride_outer, stride_inner)
@@ -284,8 +292,7 @@ def token_grad_kernel(
         row, s, stats_ptr, id_, grads, id_ptr, grad_ptr, entropy_ptr, entropy_row, ids, id_step,
         grad_step, ignore, vocab_start, rows, cols, inv_t, ENTROPY, IDS, SOME,
     )  # fmt: skip
-    inv_s = 1.0 / s
-    centre = 0.0
+    inv_s, centre = 1.0 / s, 0.0
     if ENTROPY:
         centre = tl.load(stats_ptr + 3 * rows.to(tl.int64) + row) / s
     if DENSE:
@@ -293,10 +300,10 @@ def token_grad_kernel(
             x, x_ptr, out_ptr, column, start, limit, phase, skip, m, inv_s, centre, weight, total,
             c, inv_t, ENTROPY, IDS == 1, SHIFT, BLOCKS, BLOCK,
         )  # fmt: skip
-    if IDS == 2 and LAST:  # noqa: SIM102 - one is the compiler's, the other the device's
+    if IDS == 2 and (CLAIM or LAST):  # noqa: SIM102 - one is the compiler's, the other the device's
         if not skip:
             _write_ids(
                 columns, grads, x_ptr, out_ptr, id_ptr, grad_ptr, ids, id_step, grad_step, ignore,
                 vocab_start, cols, start, BLOCKS * BLOCK, limit, phase, m, inv_s, centre, weight,
-                total, c, inv_t, ENTROPY, DENSE, SHIFT, ALL, SOME,
+                total, c, inv_t, ENTROPY, DENSE, CLAIM, LAST, SHIFT, ALL, SOME,
             )  # fmt: skip

@@ -197,9 +197,7 @@ def token_grad(
     aligned = launch.alignment(logits, outs=(out,))
     blocks = launch.programs_of_row(cols, aligned["SHIFT"])
     some, wide, options = _grad_options(number, out.device, grad_entropy is None, aligned["SHIFT"])
-    # two stores to one place keep their order across a barrier where barriers order memory
-    parts = (True, False) if number > 1 and not launch.ordering_barrier(out.device) else (True,)
-    for dense in parts:
+    for does in _grad_launches(number, out.device):
         launch.run(
             token_grad_kernel,
             rows * blocks,
@@ -224,8 +222,7 @@ def token_grad(
             1.0 / temperature,
             ENTROPY=grad_entropy is not None,
             IDS=min(number, 2),
-            DENSE=dense,
-            LAST=dense is parts[-1],
+            **does,
             ALL=number <= _IDS_OF_ROW,
             BLOCKS=launch.BLOCKS // wide,
             BLOCK=launch.BLOCK * wide,
@@ -252,3 +249,13 @@ def _grad_options(
     elif not alone:
         options = launch.capped(device, 72 if wide == 1 else 96)
     return some, wide, {**options, "num_warps": options["num_warps"] * wide}
+
+
+def _grad_launches(number: int, device: torch.device) -> list[dict[str, bool]]:
+    """What each launch for so many ids does: all at once where a barrier orders memory."""
+    steps = ("DENSE", "CLAIM", "LAST")
+    if number < 2 or launch.ordering_barrier(device):
+        return [dict.fromkeys(steps, True)]
+    # which of more ids than one program sees share a column, nobody asks
+    own = [step for step in steps if step != "CLAIM" or number <= _IDS_OF_ROW]
+    return [{name: name == step for name in steps} for step in own]
