@@ -59,7 +59,7 @@ def quiet(call, actual):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=90, **TRITON)
+@settings(max_examples=75, **TRITON)
 @given(calls(st.one_of(st.integers(0, 40), around), ids=4))
 def test_interpreted_triton_agrees_with_fp64(call):
     actual, _ = check(call, "triton")
