@@ -13,6 +13,7 @@ UNUSED = {
     "prompts": "data.path=missing.jsonl",
     "held out": "data.eval_path=missing.jsonl",
     "teacher": "teacher.model_name_or_path=empty",
+    "teacher's directory": "teacher.model_name_or_path=/no/such/teacher",
     "payload": "teacher.pinned_bytes=1",
     "lengths": "rollout.max_prompt_length=1000",
 }

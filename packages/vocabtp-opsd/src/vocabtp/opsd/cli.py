@@ -42,6 +42,8 @@ _COMMANDS = {
     "export": "write the newest checkpoint as a plain Hugging Face directory",
     "doctor": "print versions and devices, and test that two ranks can talk",
 }
+# what takes the student alone, and writes a file or a directory
+_WITHOUT_TEACHER = ("rollout", "export")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -82,11 +84,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_configured(options: argparse.Namespace, arguments: Sequence[str], notices: Notices) -> int:
-    config = load_config(options.config, options.overrides)
+    teacher = options.command not in _WITHOUT_TEACHER
+    config = load_config(options.config, options.overrides, teacher=teacher)
     world = _world(config)
     config = config.for_world(world)
     _check_inputs(config, options.command)
-    if options.command in ("rollout", "export"):
+    if options.command in _WITHOUT_TEACHER:
         _check_output(Path(options.output), options.command)
     if world > 1 and launch.world_size() is None:
         return _show(launch.launch(world, arguments), options.debug)
@@ -237,7 +240,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "overrides", nargs="*", default=[], metavar="section.key=value", help="replace a key"
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    if command in ("rollout", "export"):
+    if command in _WITHOUT_TEACHER:
         kind = "JSONL file" if command == "rollout" else "directory"
         parser.add_argument("--output", required=True, help=f"{kind} to write")
     options = parser.parse_intermixed_args(arguments[1:])

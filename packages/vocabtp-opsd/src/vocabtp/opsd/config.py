@@ -140,12 +140,15 @@ class Config(Sections):
         return values
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, teacher: bool = True
+) -> Config:
     """Reads and checks a configuration; loads no model and touches no network.
 
     Args:
         path: YAML or JSON file.
         overrides: `section.key=value` each; the value is read as YAML. A later one wins.
+        teacher: Whether the teacher's directory has to be there; rollout and export do without.
 
     Raises:
         ConfigError: One line that names the file and line (or the override), the key, what came
@@ -169,7 +172,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     notices = read_application(values, where)
     _refuse_unknown(values, where, str(file))
     _refuse_no_text(values, where)
-    _resolve_paths(values, where, base)
+    _resolve_paths(values, where, base, _MODELS if teacher else _MODELS[:1])
     if (reading := read_deepspeed(values, where)) is not None:
         notices += take_over(reading, values, where)
     try:
@@ -244,7 +247,10 @@ def _line(place: str) -> int:
 
 
 def _resolve_paths(
-    values: dict[str, Any], where: dict[str, str], base: dict[str, list[Path]]
+    values: dict[str, Any],
+    where: dict[str, str],
+    base: dict[str, list[Path]],
+    needed: Sequence[str],
 ) -> None:
     for key, folders in base.items():
         section, _, name = key.rpartition(".")
@@ -256,7 +262,7 @@ def _resolve_paths(
         existing = [p for p in found if _exists(p)]
         if existing:
             target[name] = os.path.abspath(existing[0])
-        elif key in _MODELS and not _HUB_NAME.fullmatch(value):
+        elif key in needed and not _HUB_NAME.fullmatch(value):
             raise ConfigError(
                 f"{where[key]}: {key}: no directory {value!r}, and no hub name (owner/name) either"
             )
