@@ -39,8 +39,9 @@ def test_the_kernels_are_the_ones_that_were_asked_for(tmp_path):
         assert runs[other]["losses"] == pytest.approx(runs["sdpa"]["losses"], rel=1e-5)
 
 
-def test_evaluation_and_rollout_take_them_too(tmp_path):
-    path = tiny_run(tmp_path, held_out=1, training={"attention": "math"})
+@pytest.mark.parametrize("attention", ["math", "eager"])
+def test_evaluation_and_rollout_take_them_too(tmp_path, attention):
+    path = tiny_run(tmp_path, held_out=1, training={"attention": attention})
     trainer = Trainer(load_config(path))
     with _Operators() as ran:
         trainer.evaluate()

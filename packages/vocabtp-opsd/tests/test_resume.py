@@ -121,8 +121,8 @@ def test_a_signal_ends_an_evaluation_while_it_decodes(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             return stop()
 
-        score = args[3].teacher.score
-        monkeypatch.setattr(args[3].teacher, "score", lambda *a: scored.append(1) or score(*a))
+        score = args[2].teacher.score
+        monkeypatch.setattr(args[2].teacher, "score", lambda *a: scored.append(1) or score(*a))
         return evaluate(*args, tick=tick, stop=told, **options)
 
     monkeypatch.setattr(rollout_module, "_STOP_EVERY", 1)

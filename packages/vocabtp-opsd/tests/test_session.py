@@ -20,6 +20,13 @@ from vocabtp.opsd.rollout import Rollout
 from vocabtp.opsd.session import read_inputs, read_models
 
 
+def loaded(config, layout=None):
+    """The models of a training run."""
+    layout = layout or Layout()
+    inputs = read_inputs(config, layout)
+    return read_models(config, layout, inputs.tokenizer, inputs.train, inputs.held_out)
+
+
 def test_tokenizers_run_remote_code_only_for_the_model_that_allows_it(tmp_path, monkeypatch):
     path = tiny_run(tmp_path, teacher={"trust_remote_code": True})
     seen = {}
@@ -42,8 +49,7 @@ def test_the_generation_configuration_may_name_the_only_end_token(tmp_path):
         tokenizer.save_pretrained(tmp_path / role)
         GenerationConfig(eos_token_id=[2, 7]).save_pretrained(tmp_path / role)
     config = load_config(path)
-    inputs = read_inputs(config, Layout())
-    assert read_models(config, Layout(), inputs).specials.eos_ids == (2, 7)
+    assert loaded(config).specials.eos_ids == (2, 7)
     (tmp_path / "student" / "generation_config.json").unlink()
     with pytest.raises(ModelError, match="names an end token"):
         read_inputs(config, Layout())
@@ -61,9 +67,9 @@ def test_the_teachers_own_prompts_must_fit_its_context(tmp_path):
         (tmp_path / name).write_text("".join(text))
     config = load_config(path)
     with pytest.raises(ModelError, match=r"up to 59 tokens and an answer can have 6, .* is 64"):
-        read_models(config, Layout(), read_inputs(config, Layout()))
+        loaded(config)
     shorter = load_config(path, ["rollout.max_response_length=5"])
-    read_models(shorter, Layout(), read_inputs(shorter, Layout()))
+    loaded(shorter)
 
 
 def test_the_report_pairs_answers_to_the_same_prompt(tmp_path):
@@ -115,7 +121,7 @@ def test_the_payloads_limit_is_the_pools_and_as_tight(tmp_path, payload, width):
     """Answers end at the student's context of 64: 2 of 63 tokens fill whole pages of a pool."""
     need = -(-2 * 63 * width * 4 // 4096) * 4096
     config = limited(tmp_path, need, payload)
-    models = read_models(config, Layout(), read_inputs(config, Layout()))
+    models = loaded(config)
     ids = torch.zeros((2, 64), dtype=torch.long)
     inside = torch.ones_like(ids, dtype=torch.bool)
     inside[:, 0] = False
@@ -137,7 +143,7 @@ def test_the_payloads_limit_is_the_pools_and_as_tight(tmp_path, payload, width):
         rf"teacher\.pinned_bytes is {need - 1}, but the {payload} of 2 .* 63 tokens take {need} b"
     )
     with pytest.raises(ConfigError, match=told):
-        read_models(less, Layout(), read_inputs(less, Layout()))
+        loaded(less)
 
 
 def _told(rank, world, root):
@@ -145,7 +151,7 @@ def _told(rank, world, root):
     config = load_config(root / "opsd.yaml")
     layout = make_layout(config.parallel)
     try:
-        models = read_models(config, layout, read_inputs(config, layout))
+        models = loaded(config, layout)
     except ConfigError as error:
         return str(error)
     return models.teacher.payload_nbytes(112)

@@ -16,7 +16,7 @@ from vocabtp.opsd.loss import LossSpec, distill_loss
 from vocabtp.opsd.model import evaluating
 from vocabtp.opsd.parallel import Layout
 from vocabtp.opsd.rollout import Rollout, generate
-from vocabtp.opsd.session import Inputs, Models, Prompts
+from vocabtp.opsd.session import Answerer, Models, Prompts
 from vocabtp.opsd.sharding import gathered
 
 SAMPLES = 12
@@ -41,8 +41,8 @@ class Evaluation:
 def evaluate(
     config: Config,
     layout: Layout,
-    inputs: Inputs,
     models: Models,
+    prompts: Prompts,
     *,
     tick: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] | None = None,
@@ -55,8 +55,8 @@ def evaluate(
     Args:
         config: The run's configuration, batch sizes filled in.
         layout: The ranks.
-        inputs: Tokenizer and prompts; `held_out` must be there.
         models: Student and teacher.
+        prompts: The held-out ones, with their answers.
         tick: Called on every rank before each batch and once more when it is answered, with the
             batches done and in all; what it raises must be raised on all ranks.
         stop: As in `generate`. What is cut short must not be counted, so `tick` has to raise then.
@@ -64,9 +64,6 @@ def evaluate(
     Returns:
         The same numbers on every rank.
     """
-    prompts = inputs.held_out
-    if prompts is None:
-        raise ValueError("evaluate: data.eval_path is not set; name a file of held-out prompts")
     size = config.training.micro_batch_size_per_gpu or 1
     mine = list(range(layout.dp_rank, len(prompts), layout.dp))
     most = math.ceil(len(prompts) / layout.dp)
@@ -78,12 +75,12 @@ def evaluate(
             tick(i, batches)
             rollout = None
             if batch := mine[i * size : (i + 1) * size]:
-                rollout = greedy(config, inputs, models, prompts.for_student(batch), stop)
+                rollout = greedy(config, models, prompts.for_student(batch), stop)
             tick(i, batches)
             if rollout is None:
                 models.teacher.idle()
                 continue
-            found, rows = _batch(config, inputs, models, prompts, batch, rollout)
+            found, rows = _batch(config, models, prompts, batch, rollout)
             sums += found
             samples += rows[: max(0, SAMPLES - len(samples))]
     if layout.dp > 1:
@@ -101,8 +98,7 @@ def evaluate(
 
 def greedy(
     config: Config,
-    inputs: Inputs,
-    models: Models,
+    answerer: Answerer,
     ids: list[list[int]],
     stop: Callable[[], bool] | None = None,
 ) -> Rollout:
@@ -111,11 +107,11 @@ def greedy(
         update={"temperature": 0.0, "n_samples_per_prompt": 1, "top_k": -1, "top_p": 1.0}
     )
     return generate(
-        models.student,
+        answerer.student,
         ids,
         list(range(len(ids))),
         config=settings,
-        specials=models.specials,
+        specials=answerer.specials,
         seed=config.training.seed,
         step=0,
         stop=stop,
@@ -123,38 +119,37 @@ def greedy(
 
 
 def answer_all(
-    config: Config, layout: Layout, inputs: Inputs, models: Models, limit: int | None
+    config: Config, layout: Layout, answerer: Answerer, prompts: Prompts, limit: int | None
 ) -> list[dict[str, Any]]:
     """The student's answers, as `rollout` configures them, in the order of the file.
 
     Args:
         config: The run's configuration, batch sizes filled in.
         layout: The ranks.
-        inputs: Tokenizer and training prompts.
-        models: The student, and the ids that end an answer.
+        answerer: The student, its tokenizer and the ids that end an answer.
+        prompts: What it answers.
         limit: Only the first so many prompts.
 
     Returns:
         One row for each prompt, on every rank.
     """
-    prompts = inputs.train
     size = config.training.micro_batch_size_per_gpu or 1
     settings = config.rollout.model_copy(update={"n_samples_per_prompt": 1})
     mine = list(range(len(prompts)))[:limit][layout.dp_rank :: layout.dp]
     rows: list[tuple[int, dict[str, Any]]] = []
-    with gathered(models.student.module):
+    with gathered(answerer.student.module):
         for at in range(0, len(mine), size):
             batch = mine[at : at + size]
             rollout = generate(
-                models.student,
+                answerer.student,
                 prompts.for_student(batch),
                 batch,
                 config=settings,
-                specials=models.specials,
+                specials=answerer.specials,
                 seed=config.training.seed,
                 step=0,
             )
-            texts = response_texts(inputs, models, rollout)
+            texts = response_texts(answerer, rollout)
             for i, text, length, cut in zip(
                 batch, texts, rollout.response_lengths, rollout.truncated, strict=True
             ):
@@ -168,18 +163,17 @@ def answer_all(
     return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
-def response_texts(inputs: Inputs, models: Models, rollout: Rollout) -> list[str]:
+def response_texts(answerer: Answerer, rollout: Rollout) -> list[str]:
     """The answers as text, without end and other special tokens."""
-    ends = set(models.specials.eos_ids)
+    ends = set(answerer.specials.eos_ids)
     return [
-        str(inputs.tokenizer.decode([t for t in row if t not in ends], skip_special_tokens=True))
+        str(answerer.tokenizer.decode([t for t in row if t not in ends], skip_special_tokens=True))
         for row in rollout.responses()
     ]
 
 
 def _batch(
     config: Config,
-    inputs: Inputs,
     models: Models,
     prompts: Prompts,
     batch: list[int],
@@ -187,7 +181,7 @@ def _batch(
 ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Sums over one batch (right, KL, tokens, truncated, examples), and its answers."""
     rows: list[dict[str, Any]] = []
-    for i, text in zip(batch, response_texts(inputs, models, rollout), strict=True):
+    for i, text in zip(batch, response_texts(models, rollout), strict=True):
         answer = answer_of(prompts.examples[i], config.data)
         prompt = prompts.examples[i].prompt
         rows.append(

@@ -19,6 +19,8 @@ from vocabtp.opsd.model_files import (
     check_dtypes,
     check_heads,
     check_layout,
+    check_prompts,
+    check_width,
     dropout_notice,
     read_config,
     read_model,
@@ -51,27 +53,21 @@ def load_models(
     Raises:
         ModelError: On every rank.
     """
-    cut_vocab = config.distillation.loss_backend != "dense"
+    options = _options(config, tokenizer_length)
     with layout.together():
         student = read_config(config.student, "student")
         teacher = read_config(config.teacher, "teacher")
         check_heads(student, teacher, tokenizer_length, config)
         check_context(student, teacher, config, teacher_prompt)
-        tp_by = config.parallel.tp_by
-        check_layout(config.student, student, "student", layout.tp, cut_vocab, tp_by)
-        check_layout(config.teacher, teacher, "teacher", layout.tp, cut_vocab, tp_by)
+        cut = (layout.tp, options["cut_vocab"], options["tp_by"])
+        check_layout(config.student, student, "student", *cut)
+        check_layout(config.teacher, teacher, "teacher", *cut)
         if layout.is_main and (line := dropout_notice(config.student, student, layout.tp)):
             _log.warning(line)
         if config.parallel.engine == "deepspeed":
             check_dtypes(config.student, student, "student")
             if config.parallel.teacher_shard == "zero3" and layout.dp > 1:
                 check_dtypes(config.teacher, teacher, "teacher")
-    options: dict[str, Any] = {
-        "tp_by": tp_by,
-        "cut_vocab": cut_vocab,
-        "vocab_width": tokenizer_length if config.distillation.vocab == "common" else None,
-        "attention": implementation(config.training.attention),
-    }
     pair = (
         load_model(config.student, layout, trainable=True, hf_config=student, **options),
         load_model(
@@ -97,28 +93,36 @@ def load_models(
     return pair
 
 
-def load_student(config: Config, layout: Layout, tokenizer_length: int) -> LanguageModel:
+def load_student(
+    config: Config, layout: Layout, tokenizer_length: int, *, answers: bool
+) -> LanguageModel:
     """Load the student alone, to put a checkpoint's weights into it.
 
-    What only training uses is not looked at: the teacher, lengths, attention, the engine. Whoever
-    cut the model in training, here the plan does: checkpoints are those of any layout.
+    What only training uses is not looked at: the teacher, what compiles or runs layers again, the
+    engine. A student that answers is the one of training, cut by whoever cuts it there and with its
+    attention, so that it rounds alike. Else the plan cuts it, whoever did in training: checkpoints
+    are those of any layout.
 
     Args:
         config: The run's configuration.
         layout: This process's place.
         tokenizer_length: As `load_models`.
+        answers: Whether it is to answer prompts, which must fit it.
 
     Raises:
         ModelError: On every rank.
     """
-    distillation = config.distillation
-    return load_model(
-        config.student,
-        layout,
-        trainable=True,
-        cut_vocab=distillation.loss_backend != "dense",
-        vocab_width=tokenizer_length if distillation.vocab == "common" else None,
-    )
+    options = _options(config, tokenizer_length)
+    if not answers:
+        options |= {"tp_by": "plan", "attention": None}
+    with layout.together():
+        student = read_config(config.student, "student")
+        if answers:
+            check_width(config.student, student, "student", tokenizer_length)
+            check_prompts(student, config)
+        cut = (layout.tp, options["cut_vocab"], options["tp_by"])
+        check_layout(config.student, student, "student", *cut)
+    return load_model(config.student, layout, trainable=True, hf_config=student, **options)
 
 
 def load_model(
@@ -258,6 +262,17 @@ def _blocked_generate(*_args: Any, **_options: Any) -> NoReturn:
         "generate() on a head that is cut over ranks would silently return wrong tokens: "
         "use vocabtp.opsd.rollout.generate"
     )
+
+
+def _options(config: Config, tokenizer_length: int) -> dict[str, Any]:
+    """How a model of the run is loaded, whichever it is."""
+    common = config.distillation.vocab == "common"
+    return {
+        "tp_by": config.parallel.tp_by,
+        "cut_vocab": config.distillation.loss_backend != "dense",
+        "vocab_width": tokenizer_length if common else None,
+        "attention": implementation(config.training.attention),
+    }
 
 
 def _keep_ids(module: Any, width: int, role: str) -> None:

@@ -123,18 +123,33 @@ def check_heads(student: Any, teacher: Any, tokenizer_length: int, config: Confi
     Raises:
         ModelError: The widths differ with `vocab: own`, or one is below `tokenizer_length`.
     """
-    widths = {"student": head_width(student), "teacher": head_width(teacher)}
-    for role, width in widths.items():
-        if width < tokenizer_length:
-            raise ModelError(
-                f"{role} {getattr(config, role).model_name_or_path!r}: its head has {width} "
-                f"columns, but the tokenizer has {tokenizer_length} ids"
-            )
-    if config.distillation.vocab == "own" and widths["student"] != widths["teacher"]:
+    check_width(config.student, student, "student", tokenizer_length)
+    check_width(config.teacher, teacher, "teacher", tokenizer_length)
+    width, other = head_width(student), head_width(teacher)
+    if config.distillation.vocab == "own" and width != other:
         raise ModelError(
-            f"the student's head has {widths['student']} columns and the teacher's "
-            f"{widths['teacher']}, with a tokenizer of {tokenizer_length} ids: set "
-            "distillation.vocab to common to cut both to the tokenizer's ids"
+            f"the student's head has {width} columns and the teacher's {other}, with a tokenizer "
+            f"of {tokenizer_length} ids: set distillation.vocab to common to cut both to the "
+            "tokenizer's ids"
+        )
+
+
+def check_width(section: StudentConfig, config: Any, role: str, tokenizer_length: int) -> None:
+    """Refuse a head that lacks a token's column.
+
+    Args:
+        section: `config.student` or `config.teacher`.
+        config: What `read_config` returned.
+        role: `"student"` or `"teacher"`, for messages.
+        tokenizer_length: Ids of the tokenizer, `len(tokenizer)`.
+
+    Raises:
+        ModelError: The message names both numbers.
+    """
+    if (width := head_width(config)) < tokenizer_length:
+        raise ModelError(
+            f"{role} {section.model_name_or_path!r}: its head has {width} columns, but the "
+            f"tokenizer has {tokenizer_length} ids"
         )
 
 
@@ -172,13 +187,9 @@ def check_context(
     Raises:
         ModelError: The message names the lengths and the keys.
     """
+    check_prompts(student, config)
     prompt, response = config.rollout.max_prompt_length, config.rollout.max_response_length
     own, other = context_length(student), context_length(teacher)
-    if own is not None and prompt > own:
-        raise ModelError(
-            f"rollout.max_prompt_length is {prompt}, but the student's context is {own} tokens: "
-            "lower it, to leave room for the answer"
-        )
     longest = prompt + response if own is None else min(own, prompt + response)
     if other is not None and longest > other:
         raise ModelError(
@@ -191,6 +202,20 @@ def check_context(
             f"teacher.prompt_template gives prompts of up to {teacher_prompt} tokens and an answer "
             f"can have {answer}, but the teacher's context is {other}: shorten the template or its "
             "fields, or lower rollout.max_response_length"
+        )
+
+
+def check_prompts(student: Any, config: Config) -> None:
+    """Refuse prompts that are longer than the student's context.
+
+    Raises:
+        ModelError: The message names both lengths and the key.
+    """
+    prompt, own = config.rollout.max_prompt_length, context_length(student)
+    if own is not None and prompt > own:
+        raise ModelError(
+            f"rollout.max_prompt_length is {prompt}, but the student's context is {own} tokens: "
+            "lower it, to leave room for the answer"
         )
 
 

@@ -211,14 +211,15 @@ class Run:
             )
 
     def _evaluate(self) -> Evaluation | None:
-        if self.inputs.held_out is None:
+        held_out = self.inputs.held_out
+        if held_out is None:
             return None
         with self.trainer.phases.enter("evaluation"):
             found = evaluate(
                 self.config,
                 self.layout,
-                self.inputs,
                 self.models,
+                held_out,
                 tick=self._tick,
                 stop=lambda: self.flag.signum != 0,
             )

@@ -1,6 +1,7 @@
 """What a run consists of: prompts, tokenizer, student, teacher. Read in the order of their cost.
 
-Files and tokenizers come before any model, so that a mistake in them costs seconds.
+Files and tokenizers come before any model, so that a mistake in them costs seconds. Training reads
+everything; what only answers or evaluates reads what that takes, and nothing else has to be there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from vocabtp.cache.pool import PAGE_BYTES, PinnedPool
-from vocabtp.opsd.config import Config
+from vocabtp.opsd.config import Config, StudentConfig
 from vocabtp.opsd.data import Example, load_examples
 from vocabtp.opsd.errors import ConfigError
 from vocabtp.opsd.loading import load_models, load_student
@@ -55,21 +56,27 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """All that is read before the models."""
+    """All that training reads before the models."""
 
     tokenizer: PreTrainedTokenizerBase
-    specials: Specials
     train: Prompts
     held_out: Prompts | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """Student and teacher on this layout."""
+class Answerer:
+    """What answers prompts: the student on this layout, its tokenizer, what ends an answer."""
 
     student: LanguageModel
-    teacher: Teacher
+    tokenizer: PreTrainedTokenizerBase
     specials: Specials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models(Answerer):
+    """The student, and the teacher that scores its answers."""
+
+    teacher: Teacher
 
 
 def read_inputs(config: Config, layout: Layout) -> Inputs:
@@ -80,28 +87,54 @@ def read_inputs(config: Config, layout: Layout) -> Inputs:
     """
     with layout.together():
         # broken files before tokenizers, which may come from the network
-        rows = load_examples(config.data.path, config.data)
-        held = config.data.eval_path
-        held_rows = load_examples(held, config.data, need_answer=True) if held else []
-        tokenizer, other = (
-            load_tokenizer(section.model_name_or_path, trust_remote_code=section.trust_remote_code)
-            for section in (config.student, config.teacher)
-        )
-        compare_tokenizers(tokenizer, other)
+        path, held = config.data.path, config.data.eval_path
+        rows = load_examples(path, config.data)
+        held_rows = _held_out_rows(config, held) if held else []
+        tokenizer = _compared_tokenizer(config)
         return Inputs(
             tokenizer=tokenizer,
-            specials=special_ids(tokenizer, _ends(config.student.model_name_or_path)),
-            train=_encode(tokenizer, rows, config, config.data.path),
-            held_out=(
-                _encode(tokenizer, held_rows[: config.data.eval_limit], config, held)
-                if held
-                else None
-            ),
+            train=_encode(tokenizer, rows, config, path),
+            held_out=_encode(tokenizer, held_rows, config, held) if held else None,
         )
 
 
-def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
+def read_prompts(config: Config, layout: Layout) -> tuple[PreTrainedTokenizerBase, Prompts]:
+    """The training prompts for the student alone, and its tokenizer.
+
+    Raises:
+        UserError: On every rank, as `read_inputs`.
+    """
+    with layout.together():
+        path = config.data.path
+        rows = load_examples(path, config.data)
+        tokenizer = _answering_tokenizer(config)
+        return tokenizer, _encode(tokenizer, rows, config, path, teacher=False)
+
+
+def read_held_out(
+    config: Config, layout: Layout, path: str
+) -> tuple[PreTrainedTokenizerBase, Prompts]:
+    """The held-out prompts for student and teacher, and their tokenizer.
+
+    Raises:
+        UserError: On every rank, as `read_inputs`.
+    """
+    with layout.together():
+        rows = _held_out_rows(config, path)
+        tokenizer = _compared_tokenizer(config)
+        return tokenizer, _encode(tokenizer, rows, config, path)
+
+
+def read_models(
+    config: Config, layout: Layout, tokenizer: PreTrainedTokenizerBase, *prompts: Prompts | None
+) -> Models:
     """Load both models; all that their configurations tell is checked before any weight.
+
+    Args:
+        config: The run's configuration.
+        layout: This process's place.
+        tokenizer: The student's.
+        prompts: What they are for: the teacher's own have to fit it.
 
     Raises:
         UserError: On every rank.
@@ -109,16 +142,14 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
     # dropout: different on data-parallel copies; equal on the peers of one copy, or activations
     # that all of them hold would differ
     torch.manual_seed(config.training.seed + layout.dp_rank)
-    prompts = [p for p in (inputs.train, inputs.held_out) if p is not None]
-    lengths = [len(row) for p in prompts for row in p.teacher_ids or ()]
+    lengths = [len(row) for p in prompts if p is not None for row in p.teacher_ids or ()]
     student, teacher = load_models(
-        config, layout, inputs.specials.vocab, teacher_prompt=max(lengths, default=None)
+        config, layout, number_of_ids(tokenizer), teacher_prompt=max(lengths, default=None)
     )
     if config.parallel.teacher_shard == "zero3" and layout.dp > 1:
         from vocabtp.opsd.engine.deepspeed_teacher import partition
 
         partition(teacher.module, config, layout)
-    ends: GenerationConfig | None = getattr(student.module, "generation_config", None)
     limit = config.teacher.pinned_bytes
     scoring = Teacher(
         teacher,
@@ -131,7 +162,23 @@ def read_models(config: Config, layout: Layout, inputs: Inputs) -> Models:
     if limit is not None:
         with layout.together():
             _check_limit(limit, scoring, config, student.context)
-    return Models(student=student, teacher=scoring, specials=special_ids(inputs.tokenizer, ends))
+    return Models(
+        student=student,
+        tokenizer=tokenizer,
+        specials=_specials_of(student, tokenizer),
+        teacher=scoring,
+    )
+
+
+def read_answerer(config: Config, layout: Layout, tokenizer: PreTrainedTokenizerBase) -> Answerer:
+    """Load the student to answer prompts, as it would in training.
+
+    Raises:
+        UserError: On every rank.
+    """
+    student = load_student(config, layout, number_of_ids(tokenizer), answers=True)
+    specials = _specials_of(student, tokenizer)
+    return Answerer(student=student, tokenizer=tokenizer, specials=specials)
 
 
 def read_student(config: Config, layout: Layout) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
@@ -140,12 +187,9 @@ def read_student(config: Config, layout: Layout) -> tuple[LanguageModel, PreTrai
     Raises:
         UserError: On every rank.
     """
-    section = config.student
     with layout.together():
-        tokenizer = load_tokenizer(
-            section.model_name_or_path, trust_remote_code=section.trust_remote_code
-        )
-    return load_student(config, layout, number_of_ids(tokenizer)), tokenizer
+        tokenizer = _tokenizer(config.student)
+    return load_student(config, layout, number_of_ids(tokenizer), answers=False), tokenizer
 
 
 def _check_limit(limit: int, teacher: Teacher, config: Config, context: int | None) -> None:
@@ -183,6 +227,32 @@ def checksum(model: LanguageModel) -> int:
     return total
 
 
+def _held_out_rows(config: Config, path: str) -> list[Example]:
+    return load_examples(path, config.data, need_answer=True)[: config.data.eval_limit]
+
+
+def _tokenizer(section: StudentConfig) -> PreTrainedTokenizerBase:
+    return load_tokenizer(section.model_name_or_path, trust_remote_code=section.trust_remote_code)
+
+
+def _answering_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The student's, with which answers can end: known before any weight is read."""
+    tokenizer = _tokenizer(config.student)
+    special_ids(tokenizer, _ends(config.student.model_name_or_path))
+    return tokenizer
+
+
+def _compared_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The student's, with the same tokens as the teacher's."""
+    tokenizer = _answering_tokenizer(config)
+    compare_tokenizers(tokenizer, _tokenizer(config.teacher))
+    return tokenizer
+
+
+def _specials_of(student: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> Specials:
+    return special_ids(tokenizer, getattr(student.module, "generation_config", None))
+
+
 def _ends(path: str) -> GenerationConfig | None:
     """The generation configuration in a model's files: it may name the only end token."""
     try:
@@ -192,8 +262,15 @@ def _ends(path: str) -> GenerationConfig | None:
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, rows: list[Example], config: Config, path: str
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[Example],
+    config: Config,
+    path: str,
+    *,
+    teacher: bool = True,
 ) -> Prompts:
-    examples, ids, teacher_ids = encode_examples(tokenizer, rows, config, path=path)
+    examples, ids, teacher_ids = encode_examples(
+        tokenizer, rows, config, path=path, teacher=teacher
+    )
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return Prompts(path=path, digest=digest, examples=examples, ids=ids, teacher_ids=teacher_ids)

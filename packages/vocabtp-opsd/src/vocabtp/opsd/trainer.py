@@ -26,9 +26,22 @@ from vocabtp.opsd.parallel import make_layout
 from vocabtp.opsd.phases import Phases
 from vocabtp.opsd.resume import check_resume
 from vocabtp.opsd.run import Run, TrainResult
-from vocabtp.opsd.session import Inputs, Models, read_inputs, read_models, read_student
+from vocabtp.opsd.session import (
+    Answerer,
+    Inputs,
+    Models,
+    Prompts,
+    read_answerer,
+    read_held_out,
+    read_inputs,
+    read_models,
+    read_prompts,
+    read_student,
+)
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from vocabtp.opsd.engine.deepspeed_engine import DeepSpeedEngine
 
 
@@ -71,9 +84,9 @@ class Trainer:
     def models(self) -> Models:
         """Student and teacher, loaded when first asked for."""
         if self._models is None:
-            inputs = self.inputs
-            with self.phases.enter("load"):
-                self._models = read_models(self.config, self.layout, inputs)
+            self._models = self._load(
+                self.inputs.tokenizer, self.inputs.train, self.inputs.held_out
+            )
         return self._models
 
     def check(self) -> dict[str, Any]:
@@ -131,22 +144,32 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest checkpoint, or the student as it was loaded, on the held-out prompts.
 
+        The training prompts do not have to be there.
+
         Returns:
             Exact match, reverse KL to the teacher and more by name, equal on all ranks.
 
         Raises:
             UserError: On every rank: no held-out prompts, or inputs that cannot be used.
         """
-        if self.inputs.held_out is None:
+        path = self.config.data.eval_path
+        if path is None:
             raise ConfigError("data.eval_path is not set: name a file of held-out prompts")
-        self.load_weights(self.models.student)
+        if self._models is None:
+            tokenizer, prompts = read_held_out(self.config, self.layout, path)
+            models = self._load(tokenizer, prompts)
+        else:
+            assert self.inputs.held_out is not None
+            models, prompts = self._models, self.inputs.held_out
+        self.load_weights(models.student)
         with attention_kernels(self.config.training.attention):
-            return evaluate(self.config, self.layout, self.inputs, self.models).numbers()
+            return evaluate(self.config, self.layout, models, prompts).numbers()
 
     def rollout(self, path: str | Path, limit: int | None = None) -> int:
         """Write the answers to the training prompts, as `rollout` configures them.
 
-        They are those of the newest checkpoint, or of the student as it was loaded.
+        They are those of the newest checkpoint, or of the student as it was loaded. The teacher
+        does not have to be there, and what only training uses is not looked at.
 
         Args:
             path: The JSONL file to write: prompt, response, tokens, truncated for each prompt.
@@ -155,9 +178,16 @@ class Trainer:
         Returns:
             How many answers were written.
         """
-        self.load_weights(self.models.student)
+        answerer: Answerer
+        if self._models is None:
+            tokenizer, prompts = read_prompts(self.config, self.layout)
+            with self.phases.enter("load"):
+                answerer = read_answerer(self.config, self.layout, tokenizer)
+        else:
+            answerer, prompts = self._models, self.inputs.train
+        self.load_weights(answerer.student)
         with attention_kernels(self.config.training.attention):
-            rows = answer_all(self.config, self.layout, self.inputs, self.models, limit)
+            rows = answer_all(self.config, self.layout, answerer, prompts, limit)
         with self.layout.together():
             if self.layout.is_main:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +211,7 @@ class Trainer:
             with self.phases.enter("load"):
                 student, tokenizer = read_student(self.config, self.layout)
         else:
-            student, tokenizer = self.models.student, self.inputs.tokenizer
+            student, tokenizer = self._models.student, self._models.tokenizer
         self.load_weights(student)
         return export_model(student, tokenizer, Path(path))
 
@@ -206,6 +236,10 @@ class Trainer:
         """Tell the user, from one rank; ranks under a launcher keep their loggers quiet."""
         if self.layout.is_main:
             complain(line)
+
+    def _load(self, tokenizer: PreTrainedTokenizerBase, *prompts: Prompts | None) -> Models:
+        with self.phases.enter("load"):
+            return read_models(self.config, self.layout, tokenizer, *prompts)
 
     def _engine(self) -> Engine:
         if self.config.parallel.engine == "torch":
