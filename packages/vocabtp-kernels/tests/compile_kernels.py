@@ -21,6 +21,7 @@ import contextlib
 import functools
 import gc
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,7 +43,8 @@ from vocabtp.kernels.testing import OPS
 
 # rows enough for every block of rows, columns for several segments of one
 ROWS, COLS = 130, 65_536
-MANY_IDS = (600, 1_100)  # four times as many threads; more than are seen at once
+# two and four times as many threads as fewer ids take; more than are seen at once
+MANY_IDS = (300, 600, 1_100)
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"]
 PROCESSES = 2
 # loads of 16 bytes, into registers and into shared memory, and stores
@@ -98,9 +100,9 @@ def calls(dtype, layout):
     cols, stride, first = LAYOUTS[layout]
     buffers = [torch.zeros(cols + ROWS * 64 + 1, dtype=x) for x in DTYPES[dtype]]
     sides = [x.as_strided((ROWS, cols), (stride, 1), first) for x in buffers]
-    for many in MANY_IDS:
+    for op, many in itertools.product(("logprobs", "logprobs_and_entropy"), MANY_IDS):
         ids = {"index": torch.zeros(ROWS, many, dtype=torch.int64)}
-        yield functools.partial(both_ways, "logprobs", sides[:1], (True,), ids)
+        yield functools.partial(both_ways, op, sides[:1], (True,), ids)
     for function, options in CALLS.values():
         two = function in ("kl_div", "jsd")
         exchanges = [{}, {"exchange": Twice()}]

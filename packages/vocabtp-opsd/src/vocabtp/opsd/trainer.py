@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 class Trainer:
     """A distillation run from its configuration.
 
-    Every rank of the run constructs one and calls the same methods in the same order.
+    Every rank of the run constructs one and calls the same methods in the same order. What `train`
+    or `check` loads is kept for calls after it; without it, `evaluate`, `rollout` and `export` each
+    load what they need and let go of it.
 
     Args:
         config: From `load_config`.

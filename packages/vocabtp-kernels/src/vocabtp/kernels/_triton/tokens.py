@@ -19,10 +19,10 @@ from vocabtp.kernels._triton.merge import whole_rows
 from vocabtp.kernels._triton.token_grad_kernels import token_grad_kernel
 from vocabtp.kernels._triton.tokens_kernels import token_stats_kernel
 
-# ids that a program of four warps takes at once
+# ids that a program takes at once
 _IDS = 256
-# and a larger one of the gradient, which sees which of all of a row's ids are not alone: at most
-# `launch.BLOCKS` times as many, for it is as many times as large
+# and one of the gradient at most, to see which of all of a row's ids are not alone: it has as many
+# times the threads, and no more than `launch.BLOCKS` times
 _IDS_OF_ROW = 1024
 
 
@@ -235,9 +235,10 @@ def token_grad(
 def _grad_options(
     number: int, device: torch.device, alone: bool, shift: bool
 ) -> tuple[int, int, dict[str, int]]:
-    """For so many ids: those at once, how many programs one is as wide as, what it is started with.
+    """For so many ids: how many are taken at once, by how many times the threads, launch options.
 
-    A thread has two ids, however many there are, and a program the same columns.
+    A thread has two ids, however many there are, and a program the same columns. `alone` if there
+    is no gradient of the entropy.
     """
     if number < 2:
         return 1, 1, launch.WRITE
