@@ -47,9 +47,10 @@ ROWS, COLS = 130, 65_536
 MANY_IDS = (300, 600, 1_100)
 TARGETS = ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"]
 PROCESSES = 2
-# loads of 16 bytes, into registers and into shared memory, and stores
+# loads of 16 bytes, into registers and into shared memory, and stores; words are of 8
 WIDE_LOAD = r"ld\.global\.v4|cp\.async\.cg"
 WIDE_STORE = r"st\.global\.v4"
+WORD_STORE = r"st\.global\.v[24]"
 LAYOUTS = {  # columns, row stride, first element
     "aligned": (COLS, 64, 0),
     "cut": (COLS - 1, 64, 0),
@@ -127,8 +128,11 @@ def both_ways(function, sides, needed, options):
 
 
 @functools.cache
-def launches(cuda):
-    """All that the ops launch: variant -> {(dtype, layout): (kernel, args, options)}."""
+def launches(major):
+    """All that the ops launch: variant -> {(dtype, layout): (kernel, args, options)}.
+
+    `major` is that of a chip's compute capability, 0 for ROCm.
+    """
     found, usual, now = {}, {}, SimpleNamespace()
 
     def take_down(kernel, *args, grid, warmup, **options):
@@ -144,7 +148,8 @@ def launches(cuda):
     with contextlib.ExitStack() as patches:
         _patch(patches, JITFunction, "run", take_down)
         _patch(patches, _triton, "obstacle", lambda device: None)
-        _patch(patches, launch, "_nvidia", lambda device: cuda)
+        _patch(patches, launch, "_nvidia", lambda device: major > 0)
+        _patch(patches, launch, "_major", lambda device: major)
         cell = torch.zeros(1, dtype=torch.int32)
         _patch(patches, _ids.Watch, "cell", property(lambda watch: cell))
         # what a kernel would have written of ids is read by the host: zeros, nothing wrong
@@ -209,10 +214,14 @@ def read_out(compiled, said):
     return int(re.search(r"Used (\d+) registers", said)[1]), sum(map(int, spilled.groups()))
 
 
+def major_of(target):
+    return int(target[3:]) // 10 if target.startswith("sm_") else 0
+
+
 def tasks(targets, full):
     """What to compile: (target, variant, (dtype, layout)), each of them in `launches`."""
     for target in targets:
-        found = launches(target.startswith("sm_"))
+        found = launches(major_of(target))
         turn = TARGETS.index(target) if target in TARGETS else 0
         every = ((variant, way) for variant, ways in found.items() for way in ways)
         for variant, way in every if full else chosen(found, turn):
@@ -222,7 +231,7 @@ def tasks(targets, full):
 def row_of(task):
     """Compile for a target: the hash and what came out, None where another's result was found."""
     target, variant, way = task
-    kernel, args, options = launches(target.startswith("sm_"))[variant][way]
+    kernel, args, options = launches(major_of(target))[variant][way]
     driver.set_active(Device(target))
     kernel.device_caches.clear()
     compiled, said = compile_one(kernel, args, options)
@@ -242,6 +251,7 @@ def row_of(task):
         "shared": compiled.metadata.shared,
         "wide_loads": len(re.findall(WIDE_LOAD, compiled.asm.get("ptx", ""))),
         "wide_stores": len(re.findall(WIDE_STORE, compiled.asm.get("ptx", ""))),
+        "word_stores": len(re.findall(WORD_STORE, compiled.asm.get("ptx", ""))),
     }
 
 

@@ -8,7 +8,13 @@ import torch
 from vocabtp.kernels._rows import Rows, as_rows
 from vocabtp.kernels._triton import launch
 
-DTYPES = [torch.bfloat16, torch.float32]
+# of the student, and of the teacher and its gradient
+DTYPES = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+]
 # columns, and positions of a sequence: whole lines of 128 bytes, 16 bytes, and neither
 COLUMNS = (64, 72, 75, 1)
 POSITIONS = (1, 3, 8, 64)
@@ -35,7 +41,8 @@ def layouts(batch, positions, columns, dtype):
 
 def promised(sides, outs, found):
     """Every promise that `found` makes: what it is of, and whether each row keeps it."""
-    lead = sides[bool(found.get("LEAD_B"))]
+    followed = [x for x in outs if x is not None] or sides
+    lead = followed[bool(found.get("LEAD_B"))]
     size = lead.blocks.element_size()
     phase = addresses(lead) % 128 // size if found["SHIFT"] else 0
     for kind, tensors in (("WIDE", sides), ("WIDE_OUT", outs)):
@@ -43,41 +50,58 @@ def promised(sides, outs, found):
             if found.get(f"{kind}_{letter}"):
                 address = addresses(rows) - phase * rows.blocks.element_size()
                 yield f"{kind}_{letter}", bool((address % 16 == 0).all())
+    if outs:
+        # a leading gradient keeps its own promise; words are for sides of two bytes alone
+        wide = [found[f"WIDE_{letter}"] for letter, _ in zip("AB", sides, strict=False)]
+        short = [not so and x.blocks.element_size() == 2 for so, x in zip(wide, sides, strict=True)]
+        yield "WORDS", found["WORDS"] == any(short) and found["SHIFT"] >= found["WORDS"]
+    if len(outs) == 2:
+        yield "WIDE_OUT", found["WIDE_OUT_A"] or found["WIDE_OUT_B"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_promises_hold(dtype):
+@pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
+def test_promises_hold(dtype, other):
     made = 0
     for batch, positions, columns in itertools.product((1, 3), POSITIONS, COLUMNS):
         # a cut one is of so many positions before: of 64, too
         for shape in ((batch, positions, columns), (batch, max(positions - 1, 1), columns)):
-            ways = [(name, as_rows(x)) for name, x in layouts(*shape, dtype)]
-            out = torch.empty(shape[0] * shape[1], columns, dtype=dtype)
-            outs = [Rows(out.unsqueeze(0))] * 2
-            for (one, a), (other, b) in itertools.product(ways, ways):
+            ways = [
+                [(name, as_rows(x)) for name, x in layouts(*shape, kind)] for kind in (dtype, other)
+            ]
+            written = [
+                torch.empty(shape[0] * shape[1], columns, dtype=kind) for kind in (dtype, other)
+            ]
+            outs = [Rows(out.unsqueeze(0)) for out in written]
+            for (one, a), (two, b) in itertools.product(*ways):
                 for sides, given in (
-                    ((a,), None),
-                    ((a,), (out,)),
-                    ((a, b), None),
-                    ((a, b), (out, out)),
+                    ((a,), ()),
+                    ((a, b), ()),
+                    ((a,), (0,)),
+                    ((a, b), (0, None)),
+                    ((a, b), (None, 1)),
+                    ((a, b), (0, 1)),
                 ):
-                    found = launch.alignment(*sides, outs=given)
-                    for name, kept in promised(sides, outs if given else (), found):
-                        assert kept, (shape, one, other, name, found)
+                    tensors = [None if n is None else written[n] for n in given]
+                    found = (
+                        launch.grad_alignment(sides, tensors) if given else launch.alignment(*sides)
+                    )
+                    rows = [None if n is None else outs[n] for n in given]
+                    for name, kept in promised(sides, rows, found):
+                        assert kept, (shape, one, two, given, name, found)
                         made += 1
-    assert made > 2_000
+    assert made > 10_000
 
 
 def test_whole_lines_are_promised_where_they_are():
     """So that nothing is lost: the usual layouts have wide loads and stores on both sides."""
-    for dtype, columns in itertools.product(DTYPES, (64, 75)):
+    for dtype, columns in itertools.product((torch.bfloat16, torch.float32), (64, 75)):
         logits = as_rows(torch.empty(4, 33, columns, dtype=dtype))
         out = torch.empty(4 * 33, columns, dtype=dtype)
-        found = launch.alignment(logits, logits, outs=(out, out))
-        starts = logits.blocks.data_ptr() % 128 == out.data_ptr() % 128
+        found = launch.grad_alignment([logits, logits], [out, out])
+        starts = logits.blocks.data_ptr() % 16 == out.data_ptr() % 16
         assert {k: v for k, v in found.items() if k.startswith("WIDE_")} == {
-            "WIDE_A": True,
-            "WIDE_B": True,
-            "WIDE_OUT_A": starts or columns == 64,
-            "WIDE_OUT_B": starts or columns == 64,
+            "WIDE_A": starts or columns == 64,
+            "WIDE_B": starts or columns == 64,
+            "WIDE_OUT_A": True,
+            "WIDE_OUT_B": True,
         }

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from vocabtp.kernels._triton.jsd_kernels import SMALL, exact_terms
-from vocabtp.kernels._triton.loads import back, load_at, load_block, ragged, store_block
+from vocabtp.kernels._triton.loads import load_at, load_block, ragged, store_block
 from vocabtp.kernels._triton.mixture import LN2, LOG2E, quick
-from vocabtp.kernels._triton.pair import two_rows, upstream_of
+from vocabtp.kernels._triton.pair import two_gradients, upstream_of
 
 
 @triton.jit
@@ -58,20 +58,19 @@ def jsd_grad_kernel(
     GRAD_P: tl.constexpr, GRAD_Q: tl.constexpr, ENDS: tl.constexpr, CLIP: tl.constexpr,
     HARDWARE: tl.constexpr, SHIFT: tl.constexpr, LEAD_B: tl.constexpr, WIDE_A: tl.constexpr,
     WIDE_B: tl.constexpr, WIDE_OUT_A: tl.constexpr, WIDE_OUT_B: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * (BLOCKS * BLOCK)
-    p_ptr, q_ptr, phase = two_rows(
-        p_ptr, q_ptr, row, inner_p, outer_stride_p, inner_stride_p,
-        inner_q, outer_stride_q, inner_stride_q, SHIFT, LEAD_B, WIDE_A, WIDE_B,
+    p_ptr, q_ptr, out_p_ptr, out_q_ptr, phase = two_gradients(
+        p_ptr, q_ptr, out_p_ptr, out_q_ptr, row, cols, inner_p, outer_stride_p, inner_stride_p,
+        inner_q, outer_stride_q, inner_stride_q, SHIFT, LEAD_B, WIDE_A, WIDE_B, WIDE_OUT_A,
+        WIDE_OUT_B, WORDS,
     )  # fmt: skip
-    out_p_ptr = back(out_p_ptr + row.to(tl.int64) * cols, phase, WIDE_OUT_A)
-    out_q_ptr = back(out_q_ptr + row.to(tl.int64) * cols, phase, WIDE_OUT_B)
     limit = cols + phase
     # before all else: nothing waits for anything then
-    p = load_block(p_ptr, start, limit, phase, BLOCK, SHIFT)
-    q = load_block(q_ptr, start, limit, phase, BLOCK, SHIFT)
+    p = load_block(p_ptr, start, limit, phase, BLOCK, SHIFT, WIDE_A)
+    q = load_block(q_ptr, start, limit, phase, BLOCK, SHIFT, WIDE_B)
     m_p, m_q = tl.load(max_ptr + row), tl.load(max_ptr + rows + row)
     s_p, s_q = tl.load(sum_ptr + row), tl.load(sum_ptr + rows + row)
     mean_p, mean_q = tl.load(terms_ptr + rows + row), tl.load(terms_ptr + 2 * rows + row)
@@ -84,20 +83,16 @@ def jsd_grad_kernel(
     for i in tl.static_range(BLOCKS):
         first = start + i * BLOCK
         if i + 1 < BLOCKS:
-            next_p = load_block(p_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT)
-            next_q = load_block(q_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT)
+            next_p = load_block(p_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT, WIDE_A)
+            next_q = load_block(q_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT, WIDE_B)
         grad_p, grad_q = _grads(
             p, q, skip, usual, m_p, m_q, s_p, s_q, mean_p, mean_q, scale * rest, scale * beta,
             c, inv_t, clip, beta, rest, k2, k3, k4, k5, k6, k7, ENDS, CLIP, HARDWARE,
         )  # fmt: skip
         if GRAD_P:
-            store_block(
-                out_p_ptr, first, limit, phase, grad_p, BLOCK, SHIFT, SHIFT and not WIDE_OUT_A
-            )
+            store_block(out_p_ptr, first, limit, phase, grad_p, BLOCK, SHIFT)
         if GRAD_Q:
-            store_block(
-                out_q_ptr, first, limit, phase, grad_q, BLOCK, SHIFT, SHIFT and not WIDE_OUT_B
-            )
+            store_block(out_q_ptr, first, limit, phase, grad_q, BLOCK, SHIFT)
         if i + 1 < BLOCKS:
             p, q = next_p, next_q
     if SHIFT and start == 0:

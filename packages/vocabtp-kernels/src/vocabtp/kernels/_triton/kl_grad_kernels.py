@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from vocabtp.kernels._triton.kl_kernels import clipped, finite_unless_masked, probabilities
-from vocabtp.kernels._triton.loads import back, load_at, load_block, ragged, store_block
+from vocabtp.kernels._triton.loads import load_at, load_block, ragged, store_block
 from vocabtp.kernels._triton.online import INF
-from vocabtp.kernels._triton.pair import two_rows, upstream_of
+from vocabtp.kernels._triton.pair import two_gradients, upstream_of
 
 
 @triton.jit
@@ -38,20 +38,19 @@ def kl_grad_kernel(
     inner_stride_b, c, inv_t, clip, factor,
     GRAD_A: tl.constexpr, GRAD_B: tl.constexpr, CLIP: tl.constexpr, SHIFT: tl.constexpr,
     LEAD_B: tl.constexpr, WIDE_A: tl.constexpr, WIDE_B: tl.constexpr, WIDE_OUT_A: tl.constexpr,
-    WIDE_OUT_B: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE_OUT_B: tl.constexpr, WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * (BLOCKS * BLOCK)
-    a_ptr, b_ptr, phase = two_rows(
-        a_ptr, b_ptr, row, inner_a, outer_stride_a, inner_stride_a,
-        inner_b, outer_stride_b, inner_stride_b, SHIFT, LEAD_B, WIDE_A, WIDE_B,
+    a_ptr, b_ptr, out_a_ptr, out_b_ptr, phase = two_gradients(
+        a_ptr, b_ptr, out_a_ptr, out_b_ptr, row, cols, inner_a, outer_stride_a, inner_stride_a,
+        inner_b, outer_stride_b, inner_stride_b, SHIFT, LEAD_B, WIDE_A, WIDE_B, WIDE_OUT_A,
+        WIDE_OUT_B, WORDS,
     )  # fmt: skip
-    out_a_ptr = back(out_a_ptr + row.to(tl.int64) * cols, phase, WIDE_OUT_A)
-    out_b_ptr = back(out_b_ptr + row.to(tl.int64) * cols, phase, WIDE_OUT_B)
     limit = cols + phase
     # before all else: nothing waits for anything then
-    a = load_block(a_ptr, start, limit, phase, BLOCK, SHIFT)
-    b = load_block(b_ptr, start, limit, phase, BLOCK, SHIFT)
+    a = load_block(a_ptr, start, limit, phase, BLOCK, SHIFT, WIDE_A)
+    b = load_block(b_ptr, start, limit, phase, BLOCK, SHIFT, WIDE_B)
     m_a, m_b = tl.load(max_ptr + row), tl.load(max_ptr + rows + row)
     s_a, s_b = tl.load(sum_ptr + row), tl.load(sum_ptr + rows + row)
     scale, skip = upstream_of(grad_ptr, grad_stride, row, factor, s_a, s_b)
@@ -67,15 +66,15 @@ def kl_grad_kernel(
     for i in tl.static_range(BLOCKS):
         first = start + i * BLOCK
         if i + 1 < BLOCKS:
-            next_a = load_block(a_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT)
-            next_b = load_block(b_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT)
+            next_a = load_block(a_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT, WIDE_A)
+            next_b = load_block(b_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT, WIDE_B)
         grad_a, grad_b = _grads(
             a, b, skip, m_a, m_b, inv_a, inv_b, mean, kept, ratio, scale, c, inv_t, clip, CLIP
         )
         if GRAD_A:
-            store_block(out_a_ptr, first, limit, phase, grad_a, BLOCK, SHIFT, False)
+            store_block(out_a_ptr, first, limit, phase, grad_a, BLOCK, SHIFT)
         if GRAD_B:
-            store_block(out_b_ptr, first, limit, phase, grad_b, BLOCK, SHIFT, False)
+            store_block(out_b_ptr, first, limit, phase, grad_b, BLOCK, SHIFT)
         if i + 1 < BLOCKS:
             a, b = next_a, next_b
     if SHIFT and start == 0:

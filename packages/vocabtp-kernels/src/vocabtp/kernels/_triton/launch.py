@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,8 @@ TERMS_STAGES = 3
 READ = {"num_warps": 4}
 TERMS = {"num_warps": 4}
 WRITE = {"num_warps": 4}
+# bytes
+_LINE = 128
 _MOST_SEGMENTS = 8
 _LEAST_STEPS = 8
 
@@ -116,7 +118,7 @@ class _Phase(NamedTuple):
 
 def _phase(rows: Rows) -> _Phase:
     size = rows.blocks.element_size()
-    every = 128 // size
+    every = _LINE // size
     inner, stride_outer, stride_inner = strides(rows)
     start = rows.blocks.data_ptr() // size % every
     # an outer stride that is a multiple of a line is not the inner one's continuation: after
@@ -126,35 +128,63 @@ def _phase(rows: Rows) -> _Phase:
     return _Phase(every, inner, start, stride_outer % every, stride_inner % every)
 
 
-def alignment(*sides: Rows, outs: Sequence[Tensor | None] | None = None) -> dict[str, bool]:
-    """How a kernel reaches whole 16 bytes, as its constants.
+def alignment(*sides: Rows) -> dict[str, bool]:
+    """How a forward's kernel reaches whole 16 bytes, as its constants.
 
     `SHIFT` moves its lanes by the phase of a side, the second with `LEAD_B`; `WIDE_*` says which
-    tensors have that phase. `outs` are the gradients `[N, L]` of an element-wise kernel.
+    sides have that phase.
     """
     phases = [_phase(side) for side in sides]
     # loads of two bytes are too narrow, those of four are not
     lead_b = len(phases) == 2 and _worse(phases[1], phases[0])
     lead = phases[lead_b]
-    shift = not lead.aligned
-    if outs is not None:
-        # a mask is free only where it is the same for all of 16 bytes
-        shift |= sides[0].num_cols % 16 != 0
-    found = {"SHIFT": shift}
+    found = {"SHIFT": not lead.aligned}
     if len(phases) == 2:
         found["LEAD_B"] = lead_b
-    written = [None if x is None else _phase(Rows(x.unsqueeze(0))) for x in outs or ()]
-    for kind, some in (("WIDE", phases), ("WIDE_OUT", written)):
-        for letter, phase in zip("AB", some, strict=False):
-            found[f"{kind}_{letter}"] = phase is not None and (
-                phase == lead if shift else phase.aligned
-            )
+    for letter, phase in zip("AB", phases, strict=False):
+        found[f"WIDE_{letter}"] = _together(phase, lead) if found["SHIFT"] else phase.aligned
+    return found
+
+
+def grad_alignment(sides: Sequence[Rows], outs: Sequence[Tensor | None]) -> dict[str, bool]:
+    """How a kernel of gradients `[N, L]` reaches whole 16 bytes, as its constants.
+
+    `SHIFT` moves its lanes by the phase of a gradient, of two the second with `LEAD_B`; `WIDE_*`
+    says which sides, and `WIDE_OUT_*` which of two gradients, have that phase, and `WORDS` that a
+    side of two bytes has not.
+    """
+    phases = [_phase(side) for side in sides]
+    written = [None if out is None else _phase(Rows(out.unsqueeze(0))) for out in outs]
+    given = [phase for phase in written if phase is not None]
+    lead_b = len(given) == 2 and _worse(given[1], given[0])
+    lead = given[lead_b]
+    wide = [_together(phase, lead) for phase in phases]
+    words = any(
+        not so and phase.every == _LINE // 2 for so, phase in zip(wide, phases, strict=True)
+    )
+    # a mask is free only where it is the same for all of 16 bytes
+    found = {"SHIFT": not lead.aligned or sides[0].num_cols % 16 != 0 or words, "WORDS": words}
+    found |= {f"WIDE_{letter}": so for letter, so in zip("AB", wide, strict=False)}
+    if len(written) == 2:
+        found["LEAD_B"] = lead_b
+        for letter, phase in zip("AB", written, strict=True):
+            found[f"WIDE_OUT_{letter}"] = phase is not None and _together(phase, lead)
     return found
 
 
 def _worse(one: _Phase, other: _Phase) -> bool:
     """Whether the first side gains more from aligned loads than the second."""
     return (one.every, not one.aligned) > (other.every, not other.aligned)
+
+
+def _together(one: _Phase, lead: _Phase) -> bool:
+    """Whether the first side's rows begin where the leader's do, in what 16 bytes of it are."""
+    each = one.every // 8
+    places = list(zip(one[2:], lead[2:], strict=True))
+    # where all rows begin with 16 bytes, how they follow each other says nothing
+    return not any(a % each or b % each for a, b in places) or (
+        one.inner == lead.inner and not any((a - b) % each for a, b in places)
+    )
 
 
 def _nvidia(device: torch.device) -> bool:
@@ -171,9 +201,21 @@ def ordering_barrier(device: torch.device) -> bool:
     return _nvidia(device) or INTERPRETED
 
 
-def capped(device: torch.device, registers: int = 96) -> dict[str, int]:
-    """`WRITE` for a kernel of which ptxas, left alone, spills a register on some chip."""
-    return {**WRITE, "maxnreg": registers} if _nvidia(device) else WRITE
+def _major(device: torch.device) -> int:
+    """The first number of a chip's compute capability: 8 Ampere and Ada, 9 Hopper, 10 Blackwell."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def capped(
+    options: dict[str, int], device: torch.device, registers: Mapping[int, int]
+) -> dict[str, int]:
+    """`options` with the most registers a thread may take, by `_major` of an NVIDIA chip.
+
+    For chips on which ptxas, left alone, spills one or takes more than its programs gain by; 0 is
+    for all that have no number of their own.
+    """
+    most = registers.get(_major(device), registers.get(0)) if _nvidia(device) else None
+    return options if most is None else {**options, "maxnreg": most}
 
 
 def run(kernel: Any, programs: int, device: torch.device, *args: object, **options: Any) -> None:

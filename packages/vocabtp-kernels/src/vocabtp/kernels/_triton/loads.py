@@ -5,6 +5,10 @@ whole lines of 128 bytes. Where rows do not begin at a multiple of 16 bytes (759
 of a program holds slot i - phase of `online` instead of slot i, the phase being the number of
 elements from the line's beginning to the row's. The first `phase` lanes are a tile ahead of the
 others then. Addresses count from `phase` columns before the row.
+
+The element-wise kernels have no slots: their lanes follow the rows of a gradient, which is stored
+16 bytes at a time then. A row of two-byte logits that begins elsewhere in 16 bytes is loaded by
+words of 8, two of which have what four lanes need.
 """
 
 import triton
@@ -38,11 +42,17 @@ def phase_of(ptr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def back(ptr, phase, WIDE: tl.constexpr):
-    """The row from `phase` columns before its first; WIDE promises that 16 divides the address."""
+def back(ptr, phase, WIDE: tl.constexpr, WORDS: tl.constexpr):
+    """The row from `phase` columns before its first; WIDE promises that 16 divides the address.
+
+    With WORDS a thread has four columns instead of eight: so many has a word of two-byte numbers.
+    """
     ptr -= phase
     if WIDE:
-        ptr = tl.multiple_of(ptr, 16)
+        if WORDS and ptr.dtype.element_ty.primitive_bitwidth == 16:
+            ptr = tl.multiple_of(ptr, 8)
+        else:
+            ptr = tl.multiple_of(ptr, 16)
     return ptr
 
 
@@ -130,44 +140,72 @@ def tile_within(ptr, first, low, high, phase, limit, TILE: tl.constexpr):
 
 
 @triton.jit
+def _first_whole(phase):
+    # a word may begin three columns before the four that want it
+    return (phase + 10) // 8 * 8
+
+
+@triton.jit
+def _last_whole(limit):
+    return (limit - 3) // 8 * 8
+
+
+@triton.jit
 def in_whole(at, phase, limit, SHIFT: tl.constexpr):
     """What a block has of a row; in SHIFT of its whole eights, which costs a load no more."""
     if SHIFT:
-        return (at >= (phase + 7) // 8 * 8) & (at < limit // 8 * 8)
+        return (at >= _first_whole(phase)) & (at < _last_whole(limit))
     else:
         return at < limit
 
 
 @triton.jit
-def load_block(ptr, first, limit, phase, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
-    """Columns `first` to `first + BLOCK` of an element-wise kernel, counted from `back`."""
-    at = first + tl.arange(0, BLOCK)
-    return load_at(ptr, at, in_whole(at, phase, limit, SHIFT))
+def _load_words(ptr, first, limit, phase, BLOCK: tl.constexpr):
+    """A block of two-byte numbers that begins anywhere, of the words that it begins in."""
+    skipped = ((ptr.to(tl.int64) & 7) // 2).to(tl.int32)
+    words_ptr = (ptr - skipped).to(tl.pointer_type(tl.uint64), bitcast=True)
+    words_ptr = tl.multiple_of(words_ptr, 8)
+    word = first // 4 + tl.arange(0, BLOCK // 4)
+    mask = in_whole(4 * word, phase, limit, True)
+    low = tl.load(words_ptr + word, mask=mask, other=0)
+    high = tl.load(words_ptr + word + 1, mask=mask, other=0)
+    bits = (16 * skipped).to(tl.uint64)
+    # by 64 in two steps: by as many bits as a word has, a shift is undefined
+    four = (low >> bits) | ((high << 1) << (63 - bits))
+    x0, x1 = four.to(tl.uint16), (four >> 16).to(tl.uint16)
+    x2, x3 = (four >> 32).to(tl.uint16), (four >> 48).to(tl.uint16)
+    x = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [BLOCK])
+    return widen(x.to(ptr.dtype.element_ty, bitcast=True))
 
 
 @triton.jit
-def store_block(
-    ptr, first, limit, phase, x, BLOCK: tl.constexpr, SHIFT: tl.constexpr, BRANCH: tl.constexpr
+def load_block(
+    ptr, first, limit, phase, BLOCK: tl.constexpr, SHIFT: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Write a block; BRANCH spares a kernel of many instructions the mask of single elements."""
-    at = first + tl.arange(0, BLOCK)
-    if BRANCH:
-        if (first >= phase) & (first + BLOCK <= limit):
-            tl.store(ptr + at, x)
-        else:
-            tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
+    """Columns `first` to `first + BLOCK` of an element-wise kernel, counted from `back`.
+
+    What it has of no column is no number to go by.
+    """
+    if WIDE or ptr.dtype.element_ty.primitive_bitwidth != 16:
+        at = first + tl.arange(0, BLOCK)
+        return load_at(ptr, at, in_whole(at, phase, limit, SHIFT))
     else:
-        tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
+        return _load_words(ptr, first, limit, phase, BLOCK)
+
+
+@triton.jit
+def store_block(ptr, first, limit, phase, x, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+    at = first + tl.arange(0, BLOCK)
+    tl.store(ptr + at, x, mask=in_whole(at, phase, limit, SHIFT))
 
 
 @triton.jit
 def ragged(phase, limit):
-    """Columns `[16]` before the first whole eight of a row and after the last, and which exist."""
-    lanes = tl.arange(0, 16)
-    head = phase // 8 * 8
-    tail = limit // 8 * 8
-    at = tl.where(lanes < 8, head + lanes, tail - 8 + lanes)
-    # a row that lies in one eight is in both halves: the first has it
-    of_head = (lanes < 8) & (head < phase) & (at >= phase)
-    of_tail = (lanes >= 8) & ((tail > head) | (head == phase))
-    return at, (of_head | of_tail) & (at < limit)
+    """Columns `[32]` of a row that `in_whole` leaves out before and after, and which exist."""
+    lanes = tl.arange(0, 32)
+    begin = _first_whole(phase)
+    # a row without a whole eight ends before the next one
+    end = tl.maximum(_last_whole(limit), begin)
+    at = tl.where(lanes < 16, phase // 8 * 8 + lanes, end + lanes - 16)
+    mine = (lanes >= 16) | ((at >= phase) & (at < begin))
+    return at, mine & (at < limit)

@@ -104,19 +104,19 @@ def _grad(
 @triton.jit
 def _write_all(
     x, x_ptr, out_ptr, column, start, limit, phase, skip, m, inv_s, centre, weight, total, c, inv_t,
-    ENTROPY: tl.constexpr, ONE_ID: tl.constexpr, SHIFT: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr, ONE_ID: tl.constexpr, SHIFT: tl.constexpr, WIDE_A: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The program's columns, with the one id's; `x` is the first block of them."""
     for i in tl.static_range(BLOCKS):
         first = start + i * BLOCK
         if i + 1 < BLOCKS:
-            next_x = load_block(x_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT)
+            next_x = load_block(x_ptr, first + BLOCK, limit, phase, BLOCK, SHIFT, WIDE_A)
         grad = _grad(
             x, first + tl.arange(0, BLOCK), column, skip, m, inv_s, centre, weight, total, c, inv_t,
             ENTROPY, ONE_ID,
         )  # fmt: skip
-        store_block(out_ptr, first, limit, phase, grad, BLOCK, SHIFT, False)
+        store_block(out_ptr, first, limit, phase, grad, BLOCK, SHIFT)
         if i + 1 < BLOCKS:
             x = next_x
     if SHIFT and start == 0:
@@ -198,10 +198,13 @@ def _write_ids(
             left = tl.where(shared, column, cols)
             first = tl.min(left, 0)
             while first < cols:
-                sum_ = _weight_of(
-                    first, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols,
-                    SOME,
-                )  # fmt: skip
+                if ALL:
+                    sum_ = tl.sum(tl.where(column == first, grad, 0.0), 0)
+                else:
+                    sum_ = _weight_of(
+                        first, id_ptr, grad_ptr, ids, id_step, grad_step, ignore, vocab_start, cols,
+                        SOME,
+                    )  # fmt: skip
                 grad = tl.where(column == first, sum_, grad)
                 left = tl.where(column == first, cols, left)
                 first = tl.min(left, 0)
@@ -259,22 +262,22 @@ def token_grad_kernel(
     ALL: tl.constexpr,
     SHIFT: tl.constexpr,
     WIDE_A: tl.constexpr,
-    WIDE_OUT_A: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):
     """`IDS` is 0, 1, or 2 for many; DENSE writes all columns, CLAIM and LAST see to many ids'."""
-    row = tl.program_id(0) // blocks
-    start = (tl.program_id(0) % blocks) * (BLOCKS * BLOCK)
+    row, start = tl.program_id(0) // blocks, tl.program_id(0) % blocks * (BLOCKS * BLOCK)
     x_ptr += row_offset(row, inner, stride_outer, stride_inner)
-    phase = phase_of(x_ptr, SHIFT)
-    x_ptr = back(x_ptr, phase, WIDE_A)
-    out_ptr = back(out_ptr + row.to(tl.int64) * cols, phase, WIDE_OUT_A)
+    out_ptr += row.to(tl.int64) * cols
+    phase = phase_of(out_ptr, SHIFT)
+    x_ptr = back(x_ptr, phase, WIDE_A, WORDS)
+    out_ptr = back(out_ptr, phase, True, WORDS)
     limit = cols + phase
     # before all else: nothing waits for anything then
     if DENSE:
-        x = load_block(x_ptr, start, limit, phase, BLOCK, SHIFT)
+        x = load_block(x_ptr, start, limit, phase, BLOCK, SHIFT, WIDE_A)
     m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + rows + row)
     if IDS:
         id_ptr += row_offset(row, id_blocks, id_outer, id_inner)
@@ -298,7 +301,7 @@ def token_grad_kernel(
     if DENSE:
         _write_all(
             x, x_ptr, out_ptr, column, start, limit, phase, skip, m, inv_s, centre, weight, total,
-            c, inv_t, ENTROPY, IDS == 1, SHIFT, BLOCKS, BLOCK,
+            c, inv_t, ENTROPY, IDS == 1, SHIFT, WIDE_A, BLOCKS, BLOCK,
         )  # fmt: skip
     if IDS == 2 and (CLAIM or LAST):  # noqa: SIM102 - one is the compiler's, the other the device's
         if not skip:

@@ -64,6 +64,9 @@ def token_stats(
         chosen.fill_(0.0)
     else:
         c, inv_t = launch.LOG2E / temperature, 1.0 / temperature
+        aligned = launch.alignment(logits)
+        # of fp16 in shifted lanes ptxas spills a register
+        registers = {10: 104} if logits.blocks.dtype == torch.float16 and aligned["SHIFT"] else {}
         launch.run(
             token_stats_kernel,
             rows * cut.number,
@@ -84,10 +87,10 @@ def token_stats(
             inv_t,
             ENTROPY=entropy,
             SOME=_tile(number)[1] if number else 0,
-            **launch.alignment(logits),
+            **aligned,
             STAGES=launch.STAGES,
             TILE=launch.TILE,
-            **launch.READ,
+            **launch.capped(launch.READ, device, registers),
         )
     planes = part.transpose(0, 1)
     parts = ShardStats(planes[:, :1], planes[:, 1:], planes[:, :0])
@@ -194,9 +197,9 @@ def token_grad(
     if rows == 0 or cols == 0:
         return
     upstream = stats[:, None] if grad_logprobs is None or not number else grad_logprobs
-    aligned = launch.alignment(logits, outs=(out,))
+    aligned = launch.grad_alignment([logits], [out])
     blocks = launch.programs_of_row(cols, aligned["SHIFT"])
-    some, wide, options = _grad_options(number, out.device, grad_entropy is None, aligned["SHIFT"])
+    some, wide, options = _grad_options(number, out, grad_entropy is None, aligned)
     for does in _grad_launches(number, out.device):
         launch.run(
             token_grad_kernel,
@@ -233,22 +236,26 @@ def token_grad(
 
 
 def _grad_options(
-    number: int, device: torch.device, alone: bool, shift: bool
+    number: int, out: Tensor, alone: bool, aligned: dict[str, bool]
 ) -> tuple[int, int, dict[str, int]]:
     """For so many ids: how many are taken at once, by how many times the threads, launch options.
 
     A thread has two ids, however many there are, and a program the same columns. `alone` if there
     is no gradient of the entropy.
     """
-    if number < 2:
-        return 1, 1, launch.WRITE
-    some = min(_IDS_OF_ROW, max(_IDS, triton.next_power_of_2(number)))
-    wide = some // _IDS
-    options = launch.WRITE
-    if wide > 1 and shift:
-        options = launch.capped(device)
-    elif not alone:
-        options = launch.capped(device, 72 if wide == 1 else 96)
+    some = wide = 1
+    if number > 1:
+        some = min(_IDS_OF_ROW, max(_IDS, triton.next_power_of_2(number)))
+        wide = some // _IDS
+    registers = {}
+    if wide > 1 and (aligned["SHIFT"] or not alone):
+        registers = {0: 96}
+    elif wide == 1 and number > 1 and not alone:
+        registers = {0: 72}
+    elif wide == 1 and number and out.element_size() == 2:
+        # an H200 gains up to a tenth by the programs that then run at once
+        registers = {9: 32 if number == 1 and aligned["WIDE_A"] else 40}
+    options = launch.capped(launch.WRITE, out.device, registers)
     return some, wide, {**options, "num_warps": options["num_warps"] * wide}
 
 

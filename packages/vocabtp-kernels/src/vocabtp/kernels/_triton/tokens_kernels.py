@@ -113,7 +113,7 @@ def token_stats_kernel(
     seg = tl.program_id(0) % n_seg
     x_ptr += row_offset(row, inner, stride_outer, stride_inner)
     phase = phase_of(x_ptr, SHIFT)
-    x_ptr = back(x_ptr, phase, WIDE_A)
+    x_ptr = back(x_ptr, phase, WIDE_A, False)
     start = seg * seg_cols
     stop = tl.minimum(start + seg_cols, cols)
     limit = cols + phase
