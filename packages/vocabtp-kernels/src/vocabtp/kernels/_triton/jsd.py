@@ -105,7 +105,7 @@ def jsd_grad(
     if ends and clip is not None and out_p is not None and out_q is not None:
         registers = {0: 160}
     elif p.blocks.dtype == q.blocks.dtype == torch.float32 and not ends and clip is None:
-        registers = {0: 104}
+        registers = {0: 96, 10: 104}
     launch.run(
         jsd_grad_kernel,
         rows * blocks,

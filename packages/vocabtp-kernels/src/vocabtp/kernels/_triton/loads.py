@@ -141,13 +141,14 @@ def tile_within(ptr, first, low, high, phase, limit, TILE: tl.constexpr):
 
 @triton.jit
 def _first_whole(phase):
-    # a word may begin three columns before the four that want it
+    # the words of four columns are those of eight, of which three at most are before
     return (phase + 10) // 8 * 8
 
 
 @triton.jit
 def _last_whole(limit):
-    return (limit - 3) // 8 * 8
+    # and four behind, if these begin with a word
+    return (limit - 4) // 8 * 8
 
 
 @triton.jit
