@@ -127,7 +127,8 @@ def both_ways(function, sides, needed, options):
     torch.autograd.grad(values, outs, [torch.ones_like(v) for v in values])
 
 
-@functools.cache
+# one at a time: their tensors, of which little is touched, are gigabytes
+@functools.lru_cache(maxsize=1)
 def launches(major):
     """All that the ops launch: variant -> {(dtype, layout): (kernel, args, options)}.
 
@@ -218,14 +219,12 @@ def major_of(target):
     return int(target[3:]) // 10 if target.startswith("sm_") else 0
 
 
-def tasks(targets, full):
-    """What to compile: (target, variant, (dtype, layout)), each of them in `launches`."""
-    for target in targets:
-        found = launches(major_of(target))
-        turn = TARGETS.index(target) if target in TARGETS else 0
-        every = ((variant, way) for variant, ways in found.items() for way in ways)
-        for variant, way in every if full else chosen(found, turn):
-            yield target, variant, way
+def tasks(target, full):
+    """What to compile for a target: (target, variant, (dtype, layout)), of its `launches`."""
+    found = launches(major_of(target))
+    turn = TARGETS.index(target) if target in TARGETS else 0
+    every = ((variant, way) for variant, ways in found.items() for way in ways)
+    return [(target, variant, way) for variant, way in (every if full else chosen(found, turn))]
 
 
 def row_of(task):
@@ -257,16 +256,19 @@ def row_of(task):
 
 def main(*words):
     triton.knobs.nvidia.dump_ptxas_log = True
-    todo = list(tasks([w for w in words if not w.startswith("--")], "--full" in words))
-    # the launches, which the processes below share, are all there is to keep
-    gc.disable()
     seen = set()
-    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
-        for key, row in pool.imap(row_of, todo):
-            # the same for another dtype or layout
-            if row is not None and key not in seen:
-                seen.add(key)
-                sys.stdout.write(json.dumps(row) + "\n")
+    for target in (word for word in words if not word.startswith("--")):
+        todo = tasks(target, "--full" in words)
+        # the launches, which the processes below share, are all there is to keep
+        gc.disable()
+        with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
+            for key, row in pool.imap(row_of, todo):
+                # the same for another dtype or layout
+                if row is not None and key not in seen:
+                    seen.add(key)
+                    sys.stdout.write(json.dumps(row) + "\n")
+        gc.enable()
+        gc.collect()
 
 
 if __name__ == "__main__":
