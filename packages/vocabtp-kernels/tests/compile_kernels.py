@@ -127,8 +127,7 @@ def both_ways(function, sides, needed, options):
     torch.autograd.grad(values, outs, [torch.ones_like(v) for v in values])
 
 
-# one at a time: their tensors, of which little is touched, are gigabytes
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def launches(major):
     """All that the ops launch: variant -> {(dtype, layout): (kernel, args, options)}.
 
@@ -256,8 +255,13 @@ def row_of(task):
 
 def main(*words):
     triton.knobs.nvidia.dump_ptxas_log = True
-    seen = set()
+    seen, before = set(), None
     for target in (word for word in words if not word.startswith("--")):
+        if before != major_of(target):
+            # their tensors, of which little is touched, are gigabytes
+            launches.cache_clear()
+            gc.collect()
+        before = major_of(target)
         todo = tasks(target, "--full" in words)
         # the launches, which the processes below share, are all there is to keep
         gc.disable()
@@ -268,7 +272,6 @@ def main(*words):
                     seen.add(key)
                     sys.stdout.write(json.dumps(row) + "\n")
         gc.enable()
-        gc.collect()
 
 
 if __name__ == "__main__":

@@ -103,9 +103,9 @@ def jsd_grad(
     # ptxas, left alone, spills a register of these on some chip
     registers = {}
     if ends and clip is not None and out_p is not None and out_q is not None:
-        registers = {0: 160}
+        registers = {launch.ANY: 160}
     elif p.blocks.dtype == q.blocks.dtype == torch.float32 and not ends and clip is None:
-        registers = {0: 96, 10: 104}
+        registers = {launch.ANY: 96, launch.BLACKWELL: 104}
     launch.run(
         jsd_grad_kernel,
         rows * blocks,

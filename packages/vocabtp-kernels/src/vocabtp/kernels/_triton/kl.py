@@ -34,7 +34,8 @@ def two_sides(
     c, inv_t = launch.LOG2E / temperature, 1.0 / temperature
     aligned = launch.alignment(a, b)
     # of fp16 in shifted lanes ptxas spills a register
-    registers = {10: 184} if a.blocks.dtype == torch.float16 and aligned["SHIFT"] else {}
+    half = torch.float16 in (a.blocks.dtype, b.blocks.dtype)
+    registers = {launch.BLACKWELL: 184} if half and aligned["SHIFT"] else {}
     launch.run(
         pair_stats_kernel,
         rows * cut.number,

@@ -41,8 +41,10 @@ TERMS_STAGES = 3
 READ = {"num_warps": 4}
 TERMS = {"num_warps": 4}
 WRITE = {"num_warps": 4}
-# bytes
+# bytes of a cache line
 _LINE = 128
+# NVIDIA's chips by `_major`, in what `capped` takes
+ANY, HOPPER, BLACKWELL = 0, 9, 10
 _MOST_SEGMENTS = 8
 _LEAST_STEPS = 8
 
@@ -147,7 +149,7 @@ def alignment(*sides: Rows) -> dict[str, bool]:
 
 
 def grad_alignment(sides: Sequence[Rows], outs: Sequence[Tensor | None]) -> dict[str, bool]:
-    """How a kernel of gradients `[N, L]` reaches whole 16 bytes, as its constants.
+    """How a kernel of gradients `[N, L]` reaches whole 16 or 8 bytes, as its constants.
 
     `SHIFT` moves its lanes by the phase of a gradient, of two the second with `LEAD_B`; `WIDE_*`
     says which sides, and `WIDE_OUT_*` which of two gradients, have that phase, and `WORDS` that a
@@ -158,22 +160,24 @@ def grad_alignment(sides: Sequence[Rows], outs: Sequence[Tensor | None]) -> dict
     given = [phase for phase in written if phase is not None]
     lead_b = len(given) == 2 and _worse(given[1], given[0])
     lead = given[lead_b]
-    wide = [_together(phase, lead) for phase in phases]
-    words = any(
-        not so and phase.every == _LINE // 2 for so, phase in zip(wide, phases, strict=True)
-    )
+    short = [phase for phase in phases if phase.every == _LINE // 2]
     # a mask is free only where it is the same for all of 16 bytes
-    found = {"SHIFT": not lead.aligned or sides[0].num_cols % 16 != 0 or words, "WORDS": words}
-    found |= {f"WIDE_{letter}": so for letter, so in zip("AB", wide, strict=False)}
+    shift = sides[0].num_cols % 16 != 0 or not all(phase.aligned for phase in (lead, *short))
+
+    def wide(phase: _Phase) -> bool:
+        return _together(phase, lead) if shift else phase.aligned
+
+    found = {"SHIFT": shift, "WORDS": not all(wide(phase) for phase in short)}
+    found |= {f"WIDE_{letter}": wide(phase) for letter, phase in zip("AB", phases, strict=False)}
     if len(written) == 2:
         found["LEAD_B"] = lead_b
-        for letter, phase in zip("AB", written, strict=True):
-            found[f"WIDE_OUT_{letter}"] = phase is not None and _together(phase, lead)
+        for letter, out in zip("AB", written, strict=True):
+            found[f"WIDE_OUT_{letter}"] = out is not None and wide(out)
     return found
 
 
 def _worse(one: _Phase, other: _Phase) -> bool:
-    """Whether the first side gains more from aligned loads than the second."""
+    """Whether the first side gains more from aligned accesses than the second."""
     return (one.every, not one.aligned) > (other.every, not other.aligned)
 
 
@@ -202,19 +206,21 @@ def ordering_barrier(device: torch.device) -> bool:
 
 
 def _major(device: torch.device) -> int:
-    """The first number of a chip's compute capability: 8 Ampere and Ada, 9 Hopper, 10 Blackwell."""
+    """The first number of a chip's compute capability."""
     return torch.cuda.get_device_capability(device)[0]
 
 
 def capped(
     options: dict[str, int], device: torch.device, registers: Mapping[int, int]
 ) -> dict[str, int]:
-    """`options` with the most registers a thread may take, by `_major` of an NVIDIA chip.
+    """`options` with the most registers a thread may take, on `ANY` NVIDIA chip or on some.
 
-    For chips on which ptxas, left alone, spills one or takes more than its programs gain by; 0 is
-    for all that have no number of their own.
+    For what ptxas, left alone, spills a register of, or where fewer registers a thread let more
+    programs run at once.
     """
-    most = registers.get(_major(device), registers.get(0)) if _nvidia(device) else None
+    if not registers or not _nvidia(device):
+        return options
+    most = registers.get(_major(device), registers.get(ANY))
     return options if most is None else {**options, "maxnreg": most}
 
 

@@ -6,9 +6,9 @@ of a program holds slot i - phase of `online` instead of slot i, the phase being
 elements from the line's beginning to the row's. The first `phase` lanes are a tile ahead of the
 others then. Addresses count from `phase` columns before the row.
 
-The element-wise kernels have no slots: their lanes follow the rows of a gradient, which is stored
-16 bytes at a time then. A row of two-byte logits that begins elsewhere in 16 bytes is loaded by
-words of 8, two of which have what four lanes need.
+The element-wise kernels have no slots: their lanes follow the rows of a gradient, so that it is
+stored 16 bytes at a time. A row of two-byte logits that begins elsewhere in 16 bytes is loaded by
+words of 8, two of which have what four lanes need; then a gradient is stored 8 bytes at a time.
 """
 
 import triton
@@ -141,19 +141,23 @@ def tile_within(ptr, first, low, high, phase, limit, TILE: tl.constexpr):
 
 @triton.jit
 def _first_whole(phase):
-    # the words of four columns are those of eight, of which three at most are before
+    # four columns come from two words, which begin up to three columns before them
     return (phase + 10) // 8 * 8
 
 
 @triton.jit
 def _last_whole(limit):
-    # and four behind, if these begin with a word
+    # and end up to four behind them
     return (limit - 4) // 8 * 8
 
 
 @triton.jit
 def in_whole(at, phase, limit, SHIFT: tl.constexpr):
-    """What a block has of a row; in SHIFT of its whole eights, which costs a load no more."""
+    """What a block has of a row; in SHIFT of its eights with so much room that words stay inside.
+
+    A mask that is the same for eight columns costs a load no more. It is one for all loads and
+    stores, since the program of a column also sees to its ids.
+    """
     if SHIFT:
         return (at >= _first_whole(phase)) & (at < _last_whole(limit))
     else:
@@ -185,7 +189,7 @@ def load_block(
 ):
     """Columns `first` to `first + BLOCK` of an element-wise kernel, counted from `back`.
 
-    What it has of no column is no number to go by.
+    Lanes outside of `in_whole` hold -inf or 0, and are not to be stored.
     """
     if WIDE or ptr.dtype.element_ty.primitive_bitwidth != 16:
         at = first + tl.arange(0, BLOCK)

@@ -66,7 +66,8 @@ def token_stats(
         c, inv_t = launch.LOG2E / temperature, 1.0 / temperature
         aligned = launch.alignment(logits)
         # of fp16 in shifted lanes ptxas spills a register
-        registers = {10: 104} if logits.blocks.dtype == torch.float16 and aligned["SHIFT"] else {}
+        half = logits.blocks.dtype == torch.float16
+        registers = {launch.BLACKWELL: 104} if half and aligned["SHIFT"] else {}
         launch.run(
             token_stats_kernel,
             rows * cut.number,
@@ -248,13 +249,17 @@ def _grad_options(
         some = min(_IDS_OF_ROW, max(_IDS, triton.next_power_of_2(number)))
         wide = some // _IDS
     registers = {}
+    # of many ids beside the entropy, or in shifted lanes, ptxas spills a register on some chip
     if wide > 1 and (aligned["SHIFT"] or not alone):
-        registers = {0: 96}
+        registers = {launch.ANY: 96}
     elif wide == 1 and number > 1 and not alone:
-        registers = {0: 72}
-    elif wide == 1 and number and out.element_size() == 2:
+        registers = {launch.ANY: 72}
+    elif number == 1 and out.element_size() == 2 and aligned["WIDE_A"]:
         # an H200 gains up to a tenth by the programs that then run at once
-        registers = {9: 32 if number == 1 and aligned["WIDE_A"] else 40}
+        registers = {launch.HOPPER: 32}
+    elif wide == 1 and number and out.element_size() == 2:
+        # as above, but several ids, or logits loaded by words, are slower with 32
+        registers = {launch.HOPPER: 40}
     options = launch.capped(launch.WRITE, out.device, registers)
     return some, wide, {**options, "num_warps": options["num_warps"] * wide}
 
