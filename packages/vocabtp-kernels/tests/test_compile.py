@@ -33,7 +33,8 @@ def judge(rows, targets):
     for row in rows:
         sys.stdout.write(
             f"{row['target']:7} {row['dtype']} {row['layout']:7} "
-            f"{row['registers']:3} registers {row['shared']:5} B shared  "
+            f"{row['registers']:3} registers {row['spilled']:3} B spilled "
+            f"{row['shared']:5} B shared  "
             f"{row['kernel']} {row['constants']} {row['options']}\n"
         )
     assert {row["target"] for row in rows} == set(targets)

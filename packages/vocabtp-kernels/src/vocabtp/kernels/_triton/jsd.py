@@ -102,10 +102,13 @@ def jsd_grad(
     ends = not _ENDS[0] <= beta <= _ENDS[1]
     # ptxas, left alone, spills a register of these on some chip
     registers = {}
-    if ends and clip is not None and out_p is not None and out_q is not None:
-        registers = {launch.ANY: 160}
+    if ends and clip is not None:
+        registers = {launch.ANY: 200, launch.BLACKWELL: 255}
     elif p.blocks.dtype == q.blocks.dtype == torch.float32 and not ends and clip is None:
         registers = {launch.ANY: 96, launch.BLACKWELL: 104}
+        # sides that begin elsewhere than two gradients are brought into the lanes of these
+        if len(outs) == 2 and not (aligned["WIDE_A"] and aligned["WIDE_B"]):
+            registers = {launch.ANY: 128}
     launch.run(
         jsd_grad_kernel,
         rows * blocks,
