@@ -62,7 +62,8 @@ def promised(sides, outs, found):
 @pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
 def test_promises_hold(dtype, other):
     made = 0
-    for batch, positions, columns in itertools.product((1, 3), POSITIONS, COLUMNS):
+    shapes = [(1, 3, 75), *itertools.product((3,), POSITIONS, COLUMNS)]
+    for batch, positions, columns in shapes:
         # a cut one is of so many positions before: of 64, too
         for shape in ((batch, positions, columns), (batch, max(positions - 1, 1), columns)):
             ways = [
